@@ -50,17 +50,15 @@ LONGEST = 40  # words of a sentence on a page; lists of names need about that ma
 PENDING = {
     "CHANGELOG.md": "history is what it tells",
     "docs/methods": "made of docstrings and descriptions of settings",
-    "qattn_hf": "not rewritten but for the folders in DONE",
+    "qattn_hf": "messages of the folders that are not in DONE, and the text of the probe",
 }
-DONE = (
-    "qattn_hf/attention",
-    "qattn_hf/cache",
-    "qattn_hf/cli",
-    "qattn_hf/generate",
-    "qattn_hf/layer",
-    "qattn_hf/saved",
-    "qattn_hf/server",
-)
+DONE = tuple(
+    f"qattn_hf/{folder}"
+    for folder in (
+        "attention", "bench", "cache", "cli", "fidelity", "generate", "layer", "lm_eval", "patching", "planning",
+        "reading", "saved", "server",
+    )
+)  # fmt: skip
 MESSAGES = {  # words of messages, which are not rewritten with docstrings and comments
     "qattn_hf/cache/reporting.py": "of which",
     "qattn_hf/layer/rollback.py": "stand",

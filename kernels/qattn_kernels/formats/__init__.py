@@ -1,4 +1,4 @@
-"""Formats of keys and values, a folder each, found by its name."""
+"""Formats of keys and values. Each has its own folder and is found by its name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["QUERY_BLOCK", "Arrival", "Block", "Format", "Low", "Operand", "Span"
 
 
 def get_format(name: str) -> type[Format]:
-    """The format class of `formats/NAME/reference.py`, which calls it `FORMAT`."""
+    """Return the format class of `formats/NAME/reference.py`, bound to `FORMAT` there."""
     return importlib.import_module(f"qattn_kernels.formats.{name}.reference").FORMAT

@@ -1,9 +1,8 @@
-"""The contract of a format: how keys or values of a layer are quantized, stand in memory, and are dequantized.
+"""Interface of a format: how it quantizes, stores and dequantizes the keys or values of a layer.
 
-A token is open, as a format holds it in its ring (or, without a ring, in the arena), until its block closes.
-`quantize_tokens` makes that form of new tokens, `write` closes a block, `read` dequantizes closed blocks as far as a
-product needs.
-"""
+Until its block closes, a token is open: stored in the ring, or in the arena if the format has no ring.
+`quantize_tokens` brings new tokens into that open form, `write` packs a full block, and `read` dequantizes packed
+blocks as far as a product needs."""
 
 from __future__ import annotations
 
@@ -18,16 +17,17 @@ from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 FP16_MAX = torch.finfo(torch.float16).max
-INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be dequantized without leaving INT8
+INT8_LEVELS = 119  # headroom below 127: dequantizing FlashQ's second stage then stays inside INT8
 
 
 class Operand(NamedTuple):
-    """Keys or values in the form that a product takes: `x * scale[..., None] + mean` are the numbers.
+    """Keys or values as operand of a product. `x * scale[..., None] + mean` gives the numbers.
 
     Attributes:
-        x: `[..., tokens, D]`: INT8 codes, FP8's numbers in fp16, or numbers in floating point.
-        scale: fp32 `[..., tokens]`, what one unit of a token's codes is worth; None where `x` are numbers.
-        mean: fp32 `[..., n, 1, D]` of blocks `[..., n, block, D]`, what smoothing subtracted; None without smoothing.
+        x: `[..., tokens, D]`: INT8 codes, FP8 numbers in fp16, or floating point numbers.
+        scale: fp32 `[..., tokens]`, value of one code unit of a token; None if `x` are numbers.
+        mean: fp32 `[..., n, 1, D]` for blocks `[..., n, block, D]`, the mean that smoothing subtracted; None without
+            smoothing.
     """
 
     x: torch.Tensor
@@ -36,45 +36,44 @@ class Operand(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """The scales `[..., tokens]` of an operand that has some."""
+        """The scales `[..., tokens]`. Requires an operand with scales."""
         assert self.scale is not None
         return self.scale
 
     def scaled(self) -> Operand:
-        """This operand with scales: of one where it has none."""
+        """Return this operand with scales, 1 if it has none."""
         return self if self.scale is not None else self._replace(scale=self.x.new_ones(self.x.shape[:-1]).float())
 
     def centered(self) -> Operand:
-        """This operand with a mean: of zero where it has none."""
+        """Return this operand with a mean, 0 if it has none."""
         if self.mean is not None:
             return self
         return self._replace(mean=self.x.new_zeros((*self.x.shape[:-2], 1, self.x.shape[-1]), dtype=torch.float32))
 
     def dequantize(self) -> torch.Tensor:
-        """The numbers `[..., tokens, D]` in fp32: `code * scale + mean`."""
+        """Return the numbers `[..., tokens, D]` in fp32: `code * scale + mean`."""
         x = self.x.float()
         x = x if self.scale is None else x * self.scale[..., None]
         return x if self.mean is None else x + self.mean
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Operand:
-        """This operand with its codes, scales and means moved alike, as by an index or a reshape.
+        """Apply `move` to codes, scales and means, for example an index or a reshape.
 
-        `move` is called with `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`.
-        """
+        `move` receives `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`."""
         scale = None if self.scale is None else move(self.scale[..., None])[..., 0]
         return Operand(move(self.x), scale, None if self.mean is None else move(self.mean))
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The new keys or values of a call, and what each row was before it.
+    """The new keys or values of a call, and the state of each row before the call.
 
     Attributes:
-        x: fp32 `[B, H, T, D]`, real tokens first in each row; zeros behind them and for tokens that are not finite.
-        real: bool `[B, T]`, which tokens are no padding.
+        x: fp32 `[B, H, T, D]`, real tokens first in each row; zeros after them and for non-finite tokens.
+        real: bool `[B, T]`, false for padding.
         length: `[B]`, tokens of the row before the call.
         count: `[B]`, new real tokens.
-        block: tokens of a block.
+        block: tokens per block.
     """
 
     x: torch.Tensor
@@ -86,13 +85,13 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of every row on its way into the arena.
+    """One block of every row, ready to be written to the arena.
 
     Attributes:
-        tokens: `[B, H, block, D]` as `Format.quantize_tokens` made them.
-        keep: bool `[B, H, block]`, false for tokens that must not widen a scale: masked ones and sinks.
-        index: `[B]`, the block's place in the arena.
-        write: bool `[B]`, rows in which it is written.
+        tokens: `[B, H, block, D]`, output of `Format.quantize_tokens`.
+        keep: bool `[B, H, block]`, false for tokens that must not widen a scale: masked tokens and sinks.
+        index: `[B]`, index of the block in the arena.
+        write: bool `[B]`, rows that write the block.
     """
 
     tokens: Operand
@@ -102,7 +101,7 @@ class Block:
 
 
 class FixedBy(IntEnum):
-    """What of a row fixes a state tensor, once: its first closed block, or its first `Window.block` tokens."""
+    """The event that fixes a state tensor of a row once: its first closed block, or its first `Window.block` tokens."""
 
     BLOCK = 0
     TOKENS = 1
@@ -110,18 +109,18 @@ class FixedBy(IntEnum):
 
 @dataclass(frozen=True)
 class Format:
-    """A format of keys or values. Frozen: its fields are its settings, its tensors live in the layer's state.
+    """A format of keys or values. Frozen: fields are settings, and tensors live in the layer's state.
 
-    A `windowed` format keeps tokens in an open form in a ring until their block closes; any other writes each token
-    in its final form at once.
+    A `windowed` format keeps tokens in an open form in a ring until their block closes. Any other format packs each
+    token on arrival.
 
     Attributes:
-        integer: its operands are INT8 with a scale a token, fit for products of integers; else floating point.
-        fp8: its codes are FP8, which GPUs know from compute capability 8.9 on.
+        integer: operands are INT8 with one scale per token, for integer products; otherwise floating point.
+        fp8: codes are FP8, which needs GPUs of compute capability 8.9 or higher.
         block_scales: a prefill sees closed blocks with one scale each.
-        row_weights: a prefill rounds the weights of a row once, since the values of a block share a scale.
-        in_model_precision: nothing is quantized.
-        transposed: codes of blocks and ring lie `[D, tokens]`, as the product with values wants them.
+        row_weights: a prefill rounds the weights of a row once, because the values of a block share a scale.
+        in_model_precision: the format stores bf16, fp16 or fp32 without quantization.
+        transposed: codes of blocks and ring are stored `[D, tokens]`, the layout that the product with values reads.
     """
 
     name: ClassVar[str]
@@ -136,118 +135,121 @@ class Format:
 
     @property
     def core(self) -> Format:
-        """The format that holds the codes: itself, or the one that it wraps (`smoothed`)."""
+        """The format that holds the codes: this format, or the one it wraps (`smoothed`)."""
         return self
 
     @property
     def smoothed(self) -> bool:
-        """Whether a row's mean is subtracted before codes are made."""
+        """Whether a row's mean is subtracted before quantization."""
         return self.core is not self
 
     @property
     def coded(self) -> bool:
-        """Whether it holds codes of integers: by default where its operands are integers."""
+        """Whether the format stores integer codes. Default: if its operands are integers."""
         return self.integer
 
     @property
     def exact_prompts(self) -> bool:
-        """Whether a prefill in the model's precision sees new tokens as the model made them."""
+        """Whether an unquantized prefill sees new tokens exactly as the model produced them."""
         return False
 
     @property
     def fixed(self) -> dict[str, FixedBy]:
-        """State tensors of a row, `[B, ...]` by name, that it fixes once, and by what; zeros until then."""
+        """State tensors `[B, ...]` by name that a row fixes once, with the event that fixes each. Zeros until then."""
         return {}
 
     @property
     def label(self) -> str:
-        """Its name in reports."""
+        """Name of the format in reports."""
         return self.name
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        """The tensors this format adds to the layer's state, `dim` being the head dim of its side. One that no row has
-        of its own is a constant of the model, which the layer is given."""
+        """Return the tensors that this format adds to the layer's state. `dim` is the head dimension of its side.
+
+        A tensor without a batch dimension is a constant of the model, set from outside."""
         raise NotImplementedError
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        """The tensors of a windowed format's ring of `slots` tokens: `ring`, and `ring_scale` if it holds INT8."""
+        """Return the tensors of a windowed format's ring of `slots` tokens: `ring`, and `ring_scale` if the ring is
+        INT8."""
         raise NotImplementedError
 
     def ring(self, state: State) -> Operand:
-        """The ring's tokens `[B, H, slots, D]`: views of the state, so that writing to them writes to the ring."""
+        """Return the ring's tokens `[B, H, slots, D]` as views of the state. Writing to the result writes to the
+        ring."""
         codes = state["ring"]
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state.get("ring_scale"))
 
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
-        """Quantize new tokens one by one: `[B, H, T, D]` in the form that they have until their block closes.
-
-        It may fix scales of the row in `state`.
-        """
+        """Quantize new tokens `[B, H, T, D]` one by one to their open form. May fix scales of the row in `state`."""
         raise NotImplementedError
 
     def requantize(self, x: torch.Tensor) -> Operand:
-        """fp32 numbers `[..., block, D]`, from which a wrapping format took a mean, in the form that `quantize_tokens`
-        makes."""
+        """Quantize fp32 numbers `[..., block, D]`, less a mean that a wrapping format took, as `quantize_tokens`
+        does."""
         raise NotImplementedError
 
     def block_form(self, tokens: Operand, state: State) -> Operand:
-        """The form in which a prefill multiplies full blocks of new tokens, `[B, H, n, block, D]`: by default as
-        `quantize_tokens` made them."""
+        """Return full blocks of new tokens, `[B, H, n, block, D]`, in the form that a prefill multiplies.
+
+        Default: the output of `quantize_tokens`."""
         return tokens
 
     def write(self, state: State, block: Block) -> None:
-        """Quantize and store one block of every row for which `block.write` holds."""
+        """Quantize and store one block of every row with `block.write` true."""
         raise NotImplementedError
 
     def read(self, state: State, blocks: int) -> Operand:
-        """The first `blocks` blocks `[B, Hkv, blocks, block, D]`, dequantized as far as a product needs it."""
+        """Return the first `blocks` blocks `[B, Hkv, blocks, block, D]`, dequantized as far as a product needs."""
         raise NotImplementedError
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        """Bits of a code of each head, for each row: `[B][Hkv]`; 0 where that is not decided yet."""
+        """Return the bits per code of each head in each row, `[B][Hkv]`; 0 while undecided."""
         raise NotImplementedError
 
     def clamped_scales(self, state: State) -> torch.Tensor | None:
-        """int64 `[B, Hkv, blocks]`: how many fp16 scales and zero points of each block stand at the end of its range,
-        to which `write` clamps what lies beyond. None: nothing is in fp16.
+        """Return int64 `[B, Hkv, blocks]`: fp16 scales and zero points per block at the end of the fp16 range, or None.
 
-        The stored bytes alone give the count, so kernels and reference count alike, and a crop takes the count back.
-        """
+        `write` clamps larger magnitudes to that end. None means that the format stores nothing in fp16. The count comes
+        from the stored bytes alone, so kernels and reference agree on it, and a crop takes it back."""
         return None
 
     def kernel_limits(self, side: str, dim: int) -> str | None:
-        """Why kernels cannot take it as `k` or `v` of this head dim, or None."""
+        """Return why kernels cannot use the format as `side` (`k` or `v`) with this head dimension, or None."""
         return None
 
     def kernel_bits(self, heads: int) -> int:
-        """Bits of a packed code, if all heads have as many; else 0."""
+        """Return the bits per packed code if all heads share them, else 0."""
         return 0
 
     def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
-        """What kernels are compiled for of a side with so many heads, this head dim and blocks of so many tokens."""
+        """Return the compile-time constants of kernels for one side with `heads` heads, head dimension `dim` and
+        `block` tokens per block."""
         bits = self.kernel_bits(heads)
         return Side(values, dim, 1 << (dim - 1).bit_length(), self.integer, (bits,), bits)
 
     def asks_registers(self, heads: int) -> bool:
-        """Whether decode kernels of it, on both sides, are faster if the compiler is told to use all registers."""
+        """Return whether decode kernels run faster if the compiler may use all registers. Both sides must agree."""
         return False
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:
-        """Warps whose registers hold what a program of a decode has of a head dim, of blocks of so many tokens and of
-        so many columns of queries; at least."""
+        """Return the minimum warps whose registers hold the data of one decode program.
+
+        `dim`: head dimension. `block`: tokens per block. `columns`: columns of queries."""
         return 1
 
     def of_process(self, own: range, size: int) -> Format:
-        """The part of a process that has the KV heads `own`, of `size` processes.
+        """Return this format for the process with the KV heads `own`, one of `size` processes.
 
         Raises:
-            ValueError: if the heads of different bits do not divide among the processes.
+            ValueError: if heads of different bit widths do not divide among the processes.
         """
         return self
 
-    @final  # kernels that take tokens back know `fixed` alone
+    @final  # final: crop kernels rely on `fixed` alone
     def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
-        """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left of each row."""
+        """Reset tensors that were fixed by tokens a crop removed. `length` and `closed` `[B]` describe the rows after
+        the crop."""
         unset = {FixedBy.BLOCK: closed == 0, FixedBy.TOKENS: length < window.block}
         for name, by in self.fixed.items():
             x = state[name]
@@ -255,7 +257,7 @@ class Format:
 
 
 class OpenFormat(Format):
-    """A format whose tokens stand open in a ring in the model's precision until their block closes."""
+    """A format with an unquantized ring (bf16/fp16/fp32): it quantizes tokens when their block closes."""
 
     windowed = True
 
@@ -271,7 +273,7 @@ class OpenFormat(Format):
 
 
 def int8_ring(geo: Geometry, slots: int, dim: int, transposed: bool = False) -> dict[str, TensorSpec]:
-    """A ring of INT8 tokens with one scale each."""
+    """Return the tensors of a ring of INT8 tokens with one fp32 scale each."""
     codes = (dim, slots) if transposed else (slots, dim)
     return {
         "ring": TensorSpec((geo.batch, geo.heads, *codes), torch.int8),
@@ -280,12 +282,11 @@ def int8_ring(geo: Geometry, slots: int, dim: int, transposed: bool = False) -> 
 
 
 def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
-    """Symmetric INT8 with one scale a token: `scale = max|x| / levels`, `code = round(x / scale)`.
+    """Quantize to symmetric INT8 with one scale per token: `scale = max|x| / levels`, `code = round(x / scale)`.
 
-    A token of zeros has scale 0, so that it never raises the scale of a block; it dequantizes to zeros all the same.
-    """
+    An all-zero token gets scale 0, which never raises a block's scale. It dequantizes to zeros."""
     top = x.abs().amax(-1)
-    scale = top / torch.full_like(top, levels)  # by a number, CUDA would multiply by its rounded inverse
+    scale = top / torch.full_like(top, levels)  # a tensor: CUDA divides by a number via its rounded inverse
     # a denormal scale would overflow its codes
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     divisor = torch.where(scale == 0, 1.0, scale)
@@ -293,12 +294,12 @@ def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
 
 
 def at_fp16_max(stored: torch.Tensor) -> torch.Tensor:
-    """How many of the fp16 numbers `[B, H, NB, ...]` of each block are the largest or the smallest: `[B, H, NB]`."""
+    """Return `[B, H, NB]`: how many of a block's fp16 numbers `[B, H, NB, ...]` have the largest fp16 magnitude."""
     return (stored.abs() == FP16_MAX).flatten(3).sum(-1)
 
 
 def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:
-    """`arena[b, :, index[b]] = values[b]` for the rows where `write` holds. arena `[B, H, NB, ...]`."""
+    """Set `arena[b, :, index[b]] = values[b]` for rows with `write` true. `arena` is `[B, H, NB, ...]`."""
     rows = torch.arange(arena.shape[0], device=arena.device)
     kept = arena[rows, :, index]
     mask = write.view(-1, *[1] * (values.dim() - 1))

@@ -1,8 +1,7 @@
-"""What kernels know of each format: the typed object `JIT` of `formats/NAME/jit.py`, found by the format's name.
+"""Interface between kernels and formats: the object `JIT` of `formats/NAME/jit.py`, found by the format's name.
 
-Queries are the columns of products: with the tokens as rows a tensor core tile wastes 8 columns at most, where the
-other way round it wastes 16 rows.
-"""
+Queries are the columns of products. A tensor core tile then wastes at most 8 columns; with queries as rows it would
+waste up to 16 rows."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from qattn_kernels.layout import State
 
 
 class Slot(NamedTuple):
-    """Where a block of a head lies.
+    """Location of a block of a head.
 
     Attributes:
-        b, h: row and KV head. In a pool of pages the only row.
-        index: of the block among the `capacity` that a head has room for.
-        place: the head's among the heads of its side, as `JitFormat.place` and `locate` say.
+        b, h: row and KV head; in a page pool, `b` is 0.
+        index: index of the block among the head's `capacity` blocks.
+        place: place of the head among the heads of its side, from `JitFormat.place` or `locate`.
     """
 
     b: Any
@@ -32,12 +31,14 @@ class Slot(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens of a block on their way into the arenas.
+    """Tokens of a block, ready to be written to the arenas.
 
     Attributes:
-        code: fp32 `[n, DP]`, codes, or numbers of a format whose tokens have none. scale: fp32 `[n]`.
-        keep: `[n]`, those by which scales that tokens share are made. write: `[n]`, those that are written.
-        t: `[n]`, their places in the block.
+        code: fp32 `[n, DP]`, codes, or numbers if the format's tokens have no codes.
+        scale: fp32 `[n]`.
+        keep: bool `[n]`, tokens that count toward shared scales.
+        write: bool `[n]`, tokens to write.
+        t: `[n]`, their positions in the block.
     """
 
     code: Any
@@ -48,12 +49,15 @@ class Tokens(NamedTuple):
 
 
 class BlockAt(NamedTuple):
-    """Where a decode finds one side of a block.
+    """Location of one side of a block in a decode.
+
+    For a tile of `C.TILE` blocks, `block` is a tuple of indices and `codes` a tensor of them; for values both are
+    tensors.
 
     Attributes:
-        block: its index among the blocks of all heads. codes: among those whose codes have `BITS`.
-            Of a tile of `C.TILE` blocks: a tuple of the indices, and a tensor of them, of values a tensor twice.
-        BITS: of a code.
+        block: index among the blocks of all heads.
+        codes: index among the blocks with `BITS` bits.
+        BITS: bits per code.
     """
 
     block: Any
@@ -62,8 +66,10 @@ class BlockAt(NamedTuple):
 
 
 class RingTile(NamedTuple):
-    """`TOKENS` neighbours from `start` on of a ring of `SLOTS`, which begins at slot `first` of all heads' rings. As a
-    `BlockAt` made in the call that takes it: a variable inside a kernel can hold no constants."""
+    """`TOKENS` consecutive slots, from `start` on, of a ring with `SLOTS` slots.
+
+    `first` is the ring's offset among the rings of all heads. Build the tuple inside the call that takes it, as a
+    `BlockAt`: a variable inside a kernel cannot hold constants."""
 
     first: Any
     start: Any
@@ -72,38 +78,38 @@ class RingTile(NamedTuple):
 
 
 class JitFormat(NamedTuple):
-    """Triton functions of a format. One that differs from another in some is made by that one's `_replace`.
+    """Triton functions of a format. Derive a similar format with `_replace`.
 
     `S` is a `Tensors`, `SIDE` the `formats.side.Side` and `C` the `launch.constants.Sizes` of the layer.
 
     Attributes:
-        Tensors: named tuple of one side's state tensors, which the functions take as `S`. A format with a ring has
-            `ring` among them, and `ring_scale` if that holds INT8.
-        quantize_tokens: `(x)`: codes and scales of new tokens.
-        block_form: `(code, scale, keep)`: those of a full block as its codes will say them, by the scale of the tokens
-            to keep; for a prefill also of an unfinished block, where open tokens have no codes but the unpacked keys
-            and values are INT8.
-        put: `(S, tokens, slot, SIDE, C)`: writes `Tokens` of a block into the arenas. A format with a ring gets full
-            blocks and writes all of each; one without writes the tokens in `write`.
-        get: `(S, slot, SIDE, C)`: a block, unpacked.
-        scores: `(S, at, query, SIDE, C)`: product of queries (`ops.decode.queries.QueryTile`) with the block of keys at
-            a `BlockAt`, whose tokens stand in `token_order`, since packed bytes hold several part tiles. Of a tile of
-            blocks (`Side.MOST_TILE`) a tuple, the scores of each in the order of its tokens. None in a format of
-            values alone.
-        values: `(S, at, p, acc, alpha, beta, SIDE, C)`: the accumulator with a block of values, weighed by `p`, and the
-            sum of the weights. Of a tile of blocks weights come as `join_blocks` orders them. None in a format of keys
-            alone.
-        ring_scores, ring_values: the two products over a `RingTile`, also of sinks, which stand as a ring of theirs
-            would.
-        place: `(S, b, h, first, SIDE, C)`: where the codes of a head go, decided when its row's first block closes.
-            None: heads lie in their order.
-        locate: `(S, b, h, SIDE, C)`: where they are: the head's place, its index among those of its width in all rows,
-            and whether that is the lower width. None: heads lie in their order.
-        run: `(S, home, capacity, I, SIDE)`: run `I` of the blocks of a head, whose codes have `SIDE.WIDTHS[I]` bits, by
-            its `ops.decode.parts.Home`: its first block and its end, and the index that the row's first block has, or
-            would have, among the blocks whose codes are as wide. None: all blocks have one width.
-        head_numbers: `(format, heads)`: what `Tensors` has that is not of the state; None for what nobody reads.
-        splits_int8: codes enter products of integers whatever `compute`; queries are INT8 pairs then, of both sides.
+        Tensors: named tuple of one side's state tensors, passed to the functions as `S`. A format with a ring includes
+            `ring`, and `ring_scale` if the ring is INT8.
+        quantize_tokens: `(x)`: returns codes and scales of new tokens.
+        block_form: `(code, scale, keep)`: returns codes and scales of a full block as `get` would read it, with the
+            scale of the tokens to keep. A prefill also calls it on an unfinished block, if open tokens have no codes
+            but the unpacked keys and values are INT8.
+        put: `(S, tokens, slot, SIDE, C)`: writes `Tokens` of a block to the arenas. A format with a ring gets full
+            blocks and writes all tokens; one without writes the tokens in `write`.
+        get: `(S, slot, SIDE, C)`: returns an unpacked block.
+        scores: `(S, at, query, SIDE, C)`: multiplies queries (`ops.decode.queries.QueryTile`) with the keys of a
+            `BlockAt`. Tokens are in `token_order`, because packed bytes hold several part tiles. For a tile of blocks
+            (`Side.MOST_TILE`) it returns a tuple, each block's scores in its token order. None for formats that store
+            only values.
+        values: `(S, at, p, acc, alpha, beta, SIDE, C)`: adds a block of values, weighted by `p`, and returns the
+            accumulator and the sum of the weights. Weights for a tile of blocks are in the order of `join_blocks`. None
+            for formats that store only keys.
+        ring_scores, ring_values: the same two products over a `RingTile`. Sinks use them too, stored like a ring.
+        place: `(S, b, h, first, SIDE, C)`: decides where a head's codes go, when the row's first block closes. None:
+            heads are stored in order.
+        locate: `(S, b, h, SIDE, C)`: returns the head's place, its index among heads of its width in all rows, and
+            whether that width is the lower one. None: heads are stored in order.
+        run: `(S, home, capacity, I, SIDE)`: returns run `I` of the blocks of a head at `home`
+            (`ops.decode.parts.Home`), with `SIDE.WIDTHS[I]` bits: its first block, its end, and the index of the row's
+            first block among the blocks with these bits, even if that block has others. None: all blocks have one
+            width.
+        head_numbers: `(format, heads)`: values of `Tensors` that are not in the state; None for unused ones.
+        splits_int8: integer products for every `compute`. Queries of both sides are then INT8 pairs.
     """
 
     Tensors: type
@@ -124,12 +130,12 @@ class JitFormat(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def jit_of(fmt: Format) -> JitFormat:
-    """The Triton functions of a format; keys around a mean are those of the format that holds their codes."""
+    """Return the Triton functions of a format. A smoothed format uses those of the format that holds its codes."""
     return importlib.import_module(f"qattn_kernels.formats.{fmt.core.name}.jit").JIT
 
 
 def side_tensors(state: State, side: str, fmt: Format, heads: int) -> tuple:
-    """The tensors of one side as its jit functions take them."""
+    """Return the tensors of one side in the form that its jit functions take."""
     jit = jit_of(fmt)
     numbers = {} if jit.head_numbers is None else jit.head_numbers(fmt.core, heads)
     fields = jit.Tensors._fields  # type: ignore[attr-defined]
@@ -137,12 +143,12 @@ def side_tensors(state: State, side: str, fmt: Format, heads: int) -> tuple:
 
 
 class Sinks(NamedTuple):
-    """The sinks of one side, under the names of a ring; `ring_scale` is another tensor where they have none."""
+    """Sinks of one side, named like a ring. `ring_scale` is a placeholder for formats whose sinks have no scales."""
 
     ring: Any
     ring_scale: Any
 
 
 def sink_tensors(state: State, side: str) -> Sinks:
-    """The sinks of one side as a format's functions for the ring take them."""
+    """Return the sinks of one side in the form that a format's ring functions take."""
     return Sinks(state[f"{side}.sink"], state.get(f"{side}.sink_scale", state["sink.norm"]))

@@ -1,9 +1,8 @@
-"""Packed codes of 4, 3 and 2 bits in kernels: written, read back, and multiplied as the part tiles of a product.
+"""Packed codes of 4, 3 and 2 bits in kernels: write, read, and multiply them as part tiles of a product.
 
-`formats.packed` is the specification. Byte `t` of a block's `n` bytes holds tokens `t`, `t + n`, ..., the first in
-its lowest bits, so that one mask and one shift yield a part tile of neighbouring tokens: of 64 tokens in 4 bits the
-byte 0x95 in place 0 is code 5 of token 0, in the low half tile, and code 9 of token 32, in the high one.
-"""
+`formats.packed` is the specification. Byte `t` of a block's `n` bytes holds tokens `t`, `t + n`, ..., the first in its
+lowest bits. One mask and one shift then yield a part tile of neighbouring tokens. Example: 64 tokens with 4 bits. A
+0x95 in byte 0 is code 5 of token 0 (low half tile) and code 9 of token 32 (high half tile)."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_
 
 @triton.jit
 def _plane(codes, at, byte, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """Addresses `[n, DP]` of bytes of block `at`, which has `ROWS` a channel."""
+    """Return the addresses `[n, DP]` of bytes in block `at`, which has `ROWS` bytes per channel."""
     if SIDE.VALUES:
         return codes + at * (ROWS * SIDE.D) + d * ROWS + byte
     else:
@@ -27,8 +26,10 @@ def _plane(codes, at, byte, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _shuffle(x, VALUES: tl.constexpr):
-    """Bytes `[n, DP]` as `CodebookFormat.shuffle` orders them: of four neighbours in memory, which lie along `DP` or,
-    of values, along `n`, the lower halves come first: 0x21, 0x43, 0x65, 0x87 become 0x31, 0x75, 0x42, 0x86."""
+    """Reorder bytes `[n, DP]` as `CodebookFormat.shuffle` does.
+
+    Of four neighbours in memory, the lower halves come first. Neighbours are along `DP`, for values along `n`. 0x21,
+    0x43, 0x65, 0x87 become 0x31, 0x75, 0x42, 0x86."""
     if VALUES:
         fours = tl.permute(tl.reshape(x, (x.shape[0] // 4, 2, 2, x.shape[1])), (0, 3, 1, 2))
     else:
@@ -45,10 +46,10 @@ def _shuffle(x, VALUES: tl.constexpr):
 def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
                  SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     PARTS: tl.constexpr = 8 // BITS
-    if PARTS > 2:  # of two parts, threads have both
+    if PARTS > 2:  # with two parts, a thread holds both
         code = spread_channels(code)
     parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, code.shape[1])) << (tl.arange(0, PARTS) * BITS)[:, None, None]
-    packed = tl.sum(parts, 0)  # the parts share no bit, so their sum is their union
+    packed = tl.sum(parts, 0)  # parts share no bits, so the sum is their union
     packed = (channels_in_order(packed) if PARTS > 2 else packed).to(tl.uint8)
     if SHUFFLED:
         packed = _shuffle(packed, SIDE.VALUES)
@@ -59,9 +60,11 @@ def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, RO
 @triton.jit
 def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr,
                 first=0):  # fmt: skip
-    """int32 codes `[BLOCK, n]`, or their `code_bits`, of block `at`, of all channels or of `n` from `first` on, packed:
-    `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the lower two and, behind those, the highest. `SHUFFLED`:
-    halves of bytes in the order of `CodebookFormat.shuffle`."""
+    """Pack int32 codes `[BLOCK, n]`, or their `code_bits`, into block `at`.
+
+    Packed codes are `[bytes, D]` for keys and `[D, bytes]` for values. Writes all channels, or `n` channels from
+    `first` on. 3-bit codes are stored as their lower two bits, then their highest bits. `SHUFFLED`: halves of bytes in
+    the order of `CodebookFormat.shuffle`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     d = first + tl.arange(0, code.shape[1])
     if BITS == 3:
@@ -91,8 +94,8 @@ def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def read_codes(codes, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """int32 codes `[BLOCK, DP]` of block `at` as `write_codes` packed them, in the order of the tokens; those of 8 bits
-    have a sign."""
+    """Read int32 codes `[BLOCK, DP]` of block `at` in token order, as packed by `write_codes`. 8-bit codes are
+    signed."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
         low = _read_plane(codes, at, 2, 0, ROWS, SHUFFLED, SIDE, C)
@@ -105,10 +108,9 @@ def read_codes(codes, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.c
 
 @triton.jit
 def _unpack4(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 codes of one half tile of bytes `x` with two codes of 4 bits each: of 0x95 code 5, or with `HIGH` code 9.
+    """Return the int8 codes in the lower (or with `HIGH` upper) four bits of bytes `x`: from 0x95, code 5, or code 9.
 
-    Assembly takes four bytes at a time; `PLAIN` is the same in plain arithmetic, for the interpreter.
-    """
+    Assembly processes four bytes at a time. `PLAIN` does the same in plain arithmetic, for the interpreter."""
     if PLAIN:
         return ((x >> (4 * HIGH)) & 15).to(tl.int8)
     if HIGH:
@@ -120,11 +122,10 @@ def _unpack4(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _unpack2(x, PART: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 codes of one quarter of the tokens, of bytes `x` with four codes of 2 bits each; of an odd `PART` four times
-    the codes, which so need no shift of their own.
+    """Return int8 codes of one quarter of the tokens, from bytes `x` with four 2-bit codes each.
 
-    0x39 has codes 1, 2, 3 and 0: parts 0 to 3 give 1, 8 = 4 * 2, 3 and 0.
-    """
+    An odd `PART` returns four times the codes, which saves a shift. 0x39 has codes 1, 2, 3 and 0: parts 0 to 3 give 1,
+    8 = 4 * 2, 3 and 0."""
     if PLAIN:
         return ((x >> (PART // 2 * 4)) & (12 if PART % 2 else 3)).to(tl.int8)
     if PART == 0:
@@ -145,7 +146,7 @@ def _planes(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _quarter_bytes(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """What `_quarter` takes of a block of 2 or 3 bits; 2 bits are one plane."""
+    """Return the bytes that `_quarter` takes, for a block of 2 or 3 bits. 2-bit codes have a single plane."""
     x = _planes(codes, at, BITS, SIDE, C)
     if BITS == 3:
         return spread_planes(x, BITS, C)
@@ -155,7 +156,7 @@ def _quarter_bytes(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.cons
 
 @triton.jit
 def _quarter(one, other, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 codes of one quarter of the tokens; see `_unpack2` for those of 2 bits."""
+    """Return int8 codes of one quarter of the tokens; see `_unpack2` for 2-bit codes."""
     if BITS == 3:
         return _unpack4(other if PART % 2 else one, PART // 2, PLAIN)
     else:
@@ -164,8 +165,9 @@ def _quarter(one, other, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.const
 
 @triton.jit
 def half_values(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Codes of 2 to 4 bits of the two halves of a block of values, `[DP, HALF]` each, tokens in the order of
-    `half_order`; of 2 bits those of odd quarters come four times as large."""
+    """Return codes of 2 to 4 bits of both halves of a block of values, `[DP, HALF]` each, tokens in `half_order`.
+
+    2-bit codes of odd quarters come multiplied by four."""
     if BITS == 4:
         x = _planes(codes, at, BITS, SIDE, C).low
         return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
@@ -178,8 +180,10 @@ def half_values(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constex
 
 @triton.jit
 def unpack_parts(x, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """int8 codes of bytes `x` of 2 or 4 bits, one part behind the other: of keys `[n, DP]` to `[parts * n, DP]`, of
-    values `[D, n]` to `[D, parts * n]`; of odd parts of 2 bits four times the codes. No row moves between threads."""
+    """Return int8 codes of bytes `x` with 2 or 4 bits, part after part, without moving rows between threads.
+
+    Keys: `[n, DP]` to `[parts * n, DP]`. Values: `[D, n]` to `[D, parts * n]`. Odd parts of 2-bit codes come multiplied
+    by four."""
     N: tl.constexpr = x.shape[0] if SIDE.VALUES else x.shape[0] * 8 // BITS
     M: tl.constexpr = x.shape[1] * 8 // BITS if SIDE.VALUES else x.shape[1]
     if BITS == 4:
@@ -193,7 +197,7 @@ def unpack_parts(x, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def part_units(n: tl.constexpr, BITS: tl.constexpr):
-    """`[n]`, what a code as large as 1 of `unpack_parts` stands for."""
+    """Return the value `[n]` of one code unit in the output of `unpack_parts`."""
     if BITS == 2:
         return tl.where(tl.arange(0, n) // (n // 4) % 2 == 1, 0.25, 1.0)
     else:
@@ -202,7 +206,7 @@ def part_units(n: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def code_scores(codes, at, x8, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Products of the codes of a block with the INT8 pairs `x8`: `[BLOCK, Q]` in `token_order`."""
+    """Multiply the codes of a block with the INT8 pairs `x8`: returns `[BLOCK, Q]` in `token_order`."""
     if BITS == 8:
         t, d = token_order(C.BLOCK, C.PARTS), tl.arange(0, SIDE.DP)
         address = codes + at * (C.BLOCK * SIDE.D) + t[:, None] * SIDE.D + d[None, :]
@@ -226,8 +230,9 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.con
 
 @triton.jit
 def _weight_halves(y, BITS: tl.constexpr, C: tl.constexpr):
-    """Weights `[BLOCK, Q]` of both halves of a block's tokens; codes of 2 bits of odd quarters come four times as
-    large, so their weights are a quarter."""
+    """Return the weights `[BLOCK, Q]` of both halves of a block's tokens.
+
+    Weights of odd 2-bit quarters are divided by four, because those codes come multiplied by four."""
     y_lo, y_hi = unstack(y)
     if BITS == 2:
         unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
@@ -238,11 +243,12 @@ def _weight_halves(y, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def code_values(codes, at, y, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`."""
+    """Return sums `[DP, Q]` of a block's codes, weighted by `y` `[BLOCK, Q]` in `token_order`, at most `SPLIT_TOP`
+    each."""
     y = deinterleave(y, C.PARTS)
     if BITS == 8:
         o = dot_split(_planes(codes, at, BITS, SIDE, C).low, split_weights(y, C))
-    elif BITS == 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
+    elif BITS == 4 or C.BLOCK < 128:  # a product needs at least 32 tokens
         y_lo, y_hi = _weight_halves(y, BITS, C)
         lo, hi = half_values(codes, at, BITS, SIDE, C)
         y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)

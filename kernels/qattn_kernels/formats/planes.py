@@ -1,10 +1,8 @@
-"""Bytes of a block's packed codes in kernels: read as they lie in memory, and spread so that no byte has more than two
-codes.
+"""Load the packed codes of a block in kernels, and unpack 2- and 3-bit codes to one nibble each.
 
-Codes of 2 and 4 bits are one plane of bytes; those of 3 bits two, of the lower two bits and of the highest. A thread
-reads four bytes at once, so of 2 and 3 bits it has codes of four neighbouring tokens of each quarter of a block.
-Products take tokens of values in that order, `half_order`, so that none has to move to another thread.
-"""
+2- and 4-bit codes use one plane of bytes. 3-bit codes use two planes: the lower two bits, and the highest bit. A thread
+reads four bytes at once, so with 2 and 3 bits it holds four neighbouring tokens of each quarter of a block. Products
+take values in that token order, `half_order`, so that no token moves to another thread."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ from qattn_kernels.jit.tile_order import part_order
 
 @triton.jit
 def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
-    where `mask` `[n]` is false."""
+    """Load bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` for keys, `[channels, n]` for values.
+
+    Bytes are zero where `mask` `[n]` is false."""
     inside = d < SIDE.D
     if SIDE.VALUES:
         offsets, inside = at * (ROWS * SIDE.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & mask[None, :]
@@ -30,8 +29,10 @@ def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, SIDE: tl.constexpr
 
 @triton.jit
 def half_order(k, n: tl.constexpr, BITS: tl.constexpr):
-    """The token of column `k` of half tiles of values of `n` tokens: of 2 and 3 bits four of either quarter in turn, as
-    a thread has them, which reads four bytes at once."""
+    """Return the token of column `k` in half tiles of `n` values.
+
+    With 2 and 3 bits, columns alternate between four tokens of either quarter, the order in which a thread holds them.
+    """
     if BITS < 4:
         return k // n * n + k // 4 % 2 * (n // 2) + k % n // 8 * 4 + k % 4
     else:
@@ -40,7 +41,7 @@ def half_order(k, n: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def in_half_order(y, BITS: tl.constexpr):
-    """Weights `[n, Q]` of a half's tokens in the order of `half_order`."""
+    """Return weights `[n, Q]` of a half's tokens in `half_order`."""
     if BITS < 4:
         quarters = tl.reshape(y, (2, y.shape[0] // 8, 4, y.shape[1]))
         return tl.reshape(tl.permute(quarters, (1, 0, 2, 3)), y.shape)
@@ -50,14 +51,16 @@ def in_half_order(y, BITS: tl.constexpr):
 
 @triton.jit
 def quarter_columns(one, other):
-    """Two quarters `[n, m]` of values as half a tile `[n, 2 m]` in `half_order`. No byte moves between threads."""
+    """Join two quarters `[n, m]` of values into half a tile `[n, 2 m]` in `half_order`, without moving bytes between
+    threads."""
     fours = tl.reshape(tl.join(one, other), (one.shape[0], one.shape[1] // 4, 4, 2))
     return tl.reshape(tl.permute(fours, (0, 1, 3, 2)), (one.shape[0], 2 * one.shape[1]))
 
 
 class Planes(NamedTuple):
-    """Bytes of a block's codes as they lie in memory: of 3 bits the lower two, and the highest bits of the first eighth
-    of the tokens and of the next; of other widths all three are the same."""
+    """Bytes of a block's codes as stored. With 3 bits: `low` holds the lower two bits of each code. `even` and `odd`
+    hold the highest bits of the first eighth of the tokens and of the next. Other widths have the same bytes in all
+    three."""
 
     low: Any
     even: Any
@@ -66,12 +69,12 @@ class Planes(NamedTuple):
 
 @triton.jit
 def load_planes(codes, at, d, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """The bytes of block `at` for channels `d`: `[bytes, channels]` of keys, `[channels, bytes]` of values."""
+    """Load the bytes of block `at` for channels `d`: `[bytes, channels]` for keys, `[channels, bytes]` for values."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     OWN: tl.constexpr = C.BLOCK * (2 if BITS == 3 else BITS) // 8
     t = tl.arange(0, OWN) if SIDE.VALUES else part_order(OWN, C.PARTS * OWN // C.BLOCK)
     low = plane_bytes(codes, at, t, t >= 0, d, ROWS, SIDE)
-    if BITS == 3:  # in two parts: a shift that depends on the token would cost a conversion of the bytes
+    if BITS == 3:  # two loads: a shift that depends on the token would cost a layout conversion
         EIGHTH: tl.constexpr = C.BLOCK // 8
         even = plane_bytes(codes, at, OWN + t, t < EIGHTH, d, ROWS, SIDE)
         return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, SIDE))
@@ -81,9 +84,10 @@ def load_planes(codes, at, d, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.cons
 
 @triton.jit
 def spread_planes(x, BITS: tl.constexpr, C: tl.constexpr):
-    """Two tiles of bytes with two codes each, of 3 or 2 bits: of the first and third quarter of the tokens, and of the
-    second and fourth. Of 0x39, codes 1, 2, 3 and 0, and 0x05 at the even places the first byte has 5 and 3, 0x35, the
-    second 6 and 0, 0x06."""
+    """Return two tiles of bytes with two codes each, from 3- or 2-bit planes.
+
+    The first tile has the first and third quarter of the tokens, the second tile the second and fourth. Example: 0x39
+    (codes 1, 2, 3, 0) with 0x05 in the even plane gives 0x35 (codes 5, 3) and 0x06 (codes 6, 0)."""
     if BITS == 2:
         if C.PLAIN:
             return x.low & 51, (x.low >> 2) & 51

@@ -1,33 +1,36 @@
-"""What kernels are compiled for of one side of a layer, its keys or its values: filled by `Format.side`."""
+"""Compile-time constants of one side of a layer, its keys or its values. `Format.side` fills them."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-PARTS = {2: 4, 3: 4, 4: 2}  # part tiles in the packed bytes of a block, by the bits of a code; else one
+PARTS = {2: 4, 3: 4, 4: 2}  # bits per code -> part tiles in the packed bytes of a block; 1 for other widths
 
 
 class Side(NamedTuple):
-    """Compile-time constants of keys or of values; `SIDE` inside kernels.
+    """Compile-time constants of keys or values, called `SIDE` inside kernels.
 
     Attributes:
-        VALUES: they are values.
-        D: head dim. DP: the power of two that holds it.
-        INTEGER: tokens have integer codes with a scale, else numbers.
-        WIDTHS: bits of the codes in the runs that a head's blocks may have (`ops.decode.parts.Run`).
-        BITS: of a code where all heads have as many, in a row's newest blocks; else 0.
-        MOST_TILE: blocks that a decode may read at a time.
-        CHANNELS: of a token that share a scale, in formats where not all do, else 0.
-        GROUP: which tokens share a scale in a decode of keys: see `granularity`.
-        STRIDED: every eighth token of a block stands side by side in packed codes (`KiviFormat.side`).
-        CLIP: sixteenths of half a step by which the outer codes of 2 bits lie inside of their range.
-        COMPENSATES: errors of a token's channels make up for one another.
-        SMOOTH: codes are made around a mean.
-        LOW: which heads have 2 bits (`formats.mixed_heads.Low`); how many is no constant, so that layers with other
-            heads need no kernels of their own. RANK: by what heads are ranked, an index that kernels know, else -1.
+        VALUES: true for values.
+        D: head dimension.
+        DP: `D` rounded up to a power of two.
+        INTEGER: tokens are integer codes with a scale; otherwise numbers.
+        WIDTHS: bits per code in each run of a head's blocks (`ops.decode.parts.Run`).
+        BITS: bits per code in a row's newest blocks if all heads share them; else 0.
+        MOST_TILE: maximum blocks that a decode reads at a time.
+        CHANNELS: channels of a token that share a scale; 0 if all do.
+        GROUP: tokens that share a scale in a decode of keys: see `granularity`.
+        STRIDED: packed codes place every eighth token of a block side by side (`KiviFormat.side`).
+        CLIP: shrinks the 2-bit range: the outer codes move inward by `CLIP / 16` of half a step.
+        COMPENSATES: errors of a token's channels offset each other.
+        SMOOTH: a mean is subtracted before quantization.
+        LOW: which heads have 2 bits (`formats.traits.Low`). Their number is not a constant, so layers with other heads
+            reuse the kernels.
+        RANK: criterion that ranks heads, as an index, or -1.
         AGED: a row's first blocks have half the bits of the others.
-        ROTATION: the `launch.constants.Rotation` in a short call, None where tokens are not rotated, or were before.
-        EQUALIZED: where they are rotated so, each channel is multiplied by a factor.
+        ROTATION: the `launch.constants.Rotation` applied in a short call; None if tokens are unrotated or arrive
+            rotated.
+        EQUALIZED: with a rotation, each channel is also multiplied by a factor.
     """
 
     VALUES: bool

@@ -1,4 +1,4 @@
-"""What some formats have beside a `Format`: mix-ins, and how others ask for them."""
+"""Optional features of formats: mix-ins, and helpers that query them on any format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qattn_kernels.layout import State
 
 
 class Low(IntEnum):
-    """Which heads of a side have 2 bits: none, all, those of a recipe's list, or those that each row ranks lowest."""
+    """Which heads of a side have 2 bits: none, all, those in a recipe's list, or those ranked lowest in each row."""
 
     NONE = 0
     ALL = 1
@@ -21,7 +21,7 @@ class Low(IntEnum):
 
 
 class Span(NamedTuple):
-    """Blocks of a row, from `first` to before `end`, whose codes have `bits`."""
+    """Blocks `first` to `end` (exclusive) of a row, whose codes have `bits` bits."""
 
     bits: int
     first: int
@@ -29,96 +29,100 @@ class Span(NamedTuple):
 
 
 class MixedHeads:
-    """A format whose heads may have different bits, and then lie apart: its tensor `head_of` says where."""
+    """A format whose heads can have different bit widths. Its tensor `head_of` records where each head is stored."""
 
     @property
     def mixed(self) -> bool:
-        """Whether heads have different bits."""
+        """Whether heads have different bit widths."""
         raise NotImplementedError
 
     @property
     def least_heads(self) -> int:
-        """How many KV heads a layer must have, at least."""
+        """Minimum number of KV heads of a layer."""
         raise NotImplementedError
 
     def low_kind(self, heads: int) -> Low:
-        """Which of so many heads get 2 bits."""
+        """Return which of `heads` heads get 2 bits."""
         raise NotImplementedError
 
     def settled(self, heads: int) -> dict[str, list[int]]:
-        """State tensors of a row, `[Hkv]` by name, that its first closed block sets to these values always."""
+        """Return row tensors `[Hkv]` by name that the first closed block always sets to these values."""
         raise NotImplementedError
 
     def places_known(self, state: State, closed: torch.Tensor) -> bool:
-        """Whether `head_of` leads to each head's codes once, in rows of `closed` blocks each, `[B]`."""
+        """Return whether `head_of` lists every head exactly once in each row; `closed` `[B]` counts the row's packed
+        blocks."""
         raise NotImplementedError
 
 
 class AgedBlocks:
-    """A format with which a row's first blocks may have half the bits of the others."""
+    """A format that can store a row's first blocks with half the bits of the others."""
 
-    aged: int | None  # how many blocks have; None where none ever does
+    aged: int | None  # number of blocks with half the bits; None if the format never ages blocks
 
     @property
     def ages(self) -> bool:
-        """Whether a row's first blocks have half the bits of the others, or will."""
+        """Whether a row's first blocks have, or will have, half the bits of the others."""
         return self.aged is not None
 
     def spans(self, blocks: int) -> list[Span]:
-        """The runs of a row's `blocks` blocks whose codes have as many bits."""
+        """Return the runs of equal bit width among a row's `blocks` blocks."""
         raise NotImplementedError
 
     def with_bits(self, bits: int, aged: int | None) -> Format:
-        """This format with blocks of so many bits, the first `aged` of a row with half as many; None: none ever."""
+        """Return this format with `bits` bits per code, and half of them in a row's first `aged` blocks. None: never
+        age blocks."""
         raise NotImplementedError
 
     def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
-        """Write the codes of the blocks of `state` to `out` as `new` has them, this format with fewer bits.
+        """Repack the blocks of `state` into `out` for the format `new`, which has fewer bits.
 
-        Of the other tensors `out` holds those of `state` already.
+        All other tensors of `out` must already equal those of `state`.
 
         Args:
-            keep: bool `[B, H, blocks, block]`, which tokens widen the range of their channels.
-            closed: bool `[B, blocks]`, which blocks hold tokens.
+            state: the layer's tensors in this format.
+            new: the format to write.
+            out: tensors in the format `new`.
+            keep: bool `[B, H, blocks, block]`, tokens that widen the range of their channels.
+            closed: bool `[B, blocks]`, blocks that hold tokens.
         """
         raise NotImplementedError
 
 
 class Compensated:
-    """A format with which errors of a token's channels may make up for one another, as its tensor `compensation`
-    says."""
+    """A format that can let errors of a token's channels offset each other, weighted by its tensor `compensation`."""
 
     compensate: bool
 
 
 def mixed_heads(fmt: Format) -> MixedHeads | None:
-    """The format that holds the codes of `fmt`, if its heads may have different bits."""
+    """Return the format that holds the codes of `fmt`, if it can mix bit widths, else None."""
     return fmt.core if isinstance(fmt.core, MixedHeads) else None
 
 
 def mixes(fmt: Format) -> bool:
-    """Whether heads have different bits."""
+    """Return whether heads have different bit widths."""
     mixed = mixed_heads(fmt)
     return mixed is not None and mixed.mixed
 
 
 def low_kind(fmt: Format, heads: int) -> Low:
-    """Which of so many heads get 2 bits, of any format."""
+    """Return which of `heads` heads get 2 bits, for any format."""
     mixed = mixed_heads(fmt)
     return Low.NONE if mixed is None else mixed.low_kind(heads)
 
 
 def least_heads(fmt: Format) -> int:
-    """How many KV heads a layer of any format must have, at least."""
+    """Return the minimum number of KV heads of a layer, for any format."""
     mixed = mixed_heads(fmt)
     return 1 if mixed is None else mixed.least_heads
 
 
 def may_age(fmt: Format) -> AgedBlocks:
-    """The format that holds the codes of `fmt`, whose first blocks may have half the bits.
+    """Return the format that holds the codes of `fmt`, if it can age blocks.
 
     Raises:
-        TypeError: they never do.
+        TypeError: if its blocks always keep their bits.
     """
     if not isinstance(fmt.core, AgedBlocks):
         raise TypeError(f"blocks of {fmt.core.name} keep their bits")
@@ -126,10 +130,10 @@ def may_age(fmt: Format) -> AgedBlocks:
 
 
 def aged_blocks(fmt: Format) -> AgedBlocks | None:
-    """`may_age(fmt)` where a row's first blocks have half the bits of the others, or will; else None."""
+    """Return the same as `may_age(fmt)` if the format ages blocks, else None."""
     return fmt.core if isinstance(fmt.core, AgedBlocks) and fmt.core.ages else None
 
 
 def compensates(fmt: Format) -> bool:
-    """Whether errors of a token's channels make up for one another."""
+    """Return whether errors of a token's channels offset each other."""
     return isinstance(fmt.core, Compensated) and fmt.core.compensate

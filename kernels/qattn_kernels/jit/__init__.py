@@ -1,1 +1,1 @@
-"""What several kernels share inside Triton."""
+"""Triton functions that several kernels share."""

@@ -1,7 +1,7 @@
-"""The rotation of head dims inside kernels, bit for bit `ops/rotate/reference.py`: no product here is added to, so that
-none can be fused into a sum and rounded otherwise, but those with signs; a kernel that multiplies by factors is
-launched with `enable_fp_fusion=False`. `R` is a `launch.constants.Rotation`.
-"""
+"""Rotation of head dimensions in kernels, bit for bit as `ops/rotate/reference.py`.
+
+Sums here take no products except with signs, so the compiler cannot fuse and round differently. Launch a kernel that
+multiplies by factors with `enable_fp_fusion=False`. `R` is a `launch.constants.Rotation`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def butterflies(x, STAGES: tl.constexpr):
-    """Rows of `[n, SIZE]` transformed, not normalized; a stage gives the sums of neighbours, and behind them their
+    """Transform the rows of `[n, SIZE]` without normalization. Each stage yields sums of neighbours, then their
     differences."""
     for _ in tl.static_range(STAGES):
         one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
@@ -21,7 +21,7 @@ def butterflies(x, STAGES: tl.constexpr):
 
 @triton.jit
 def _signs(DP: tl.constexpr, R: tl.constexpr):
-    """1 or -1 for each channel, `[DP]`: constants, since a load would be waited for."""
+    """Return 1 or -1 for each channel, `[DP]`, from constants, to avoid waiting for a load."""
     d = tl.arange(0, DP)
     bits = tl.zeros([DP], tl.int32)
     for i in tl.static_range(DP // 16):
@@ -31,14 +31,14 @@ def _signs(DP: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def factors_of(FACTORS, h, SIDE: tl.constexpr):
-    """fp32 `[DP]`: what the channels of KV head `h` are multiplied by where keys are equalized; of `[H, D]`."""
+    """Return the factors fp32 `[DP]` that equalize the key channels of KV head `h`, from `FACTORS` `[H, D]`."""
     d = tl.arange(0, SIDE.DP)
     return tl.load(FACTORS + h * SIDE.D + d, mask=d < SIDE.D, other=0.0)
 
 
 @triton.jit
 def rotate_rows(x, factor, BACK: tl.constexpr, R: tl.constexpr):
-    """fp32 `[n, DP]` rotated, or turned back. `factor`: `[DP]`, of equalized channels, or None."""
+    """Rotate fp32 `[n, DP]`, or with `BACK` rotate back. `factor`: `[DP]` factors of equalized channels, or None."""
     sign = _signs(x.shape[1], R)[None, :]
     if factor is not None:
         sign *= factor[None, :]

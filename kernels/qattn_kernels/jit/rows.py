@@ -1,4 +1,4 @@
-"""A row's lengths, its mask bits and its sinks inside kernels: read before a call, written at its end."""
+"""A row's lengths, mask bits and sinks in kernels: read before a call, written at its end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from qattn_kernels.layout import Row, RowState
 
 ROW_FIELDS, OVERFLOW = tl.constexpr(layout.ROW_FIELDS), tl.constexpr(layout.ROW_OVERFLOW)
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
-COMMITTED = tl.constexpr(32)  # rows at a time in `commit_row`
+COMMITTED = tl.constexpr(32)  # rows per iteration of `commit_row`
 FIRST, COUNT = (tl.constexpr(Row._fields.index(name)) for name in ("first", "count"))
 
 
 @triton.jit
 def in_window(pos, q_pos, window, CHUNKS: tl.constexpr):
-    """Whether tokens at row positions `pos` lie in the window of `window` tokens of queries at `q_pos`, or not before
-    their chunk of as many."""
+    """Return whether tokens at row positions `pos` are in the window of queries at `q_pos`.
+
+    The window is `window` tokens, or with `CHUNKS` the query's chunk of `window` tokens."""
     if CHUNKS:
         return pos >= q_pos - q_pos % window
     else:
@@ -26,30 +27,33 @@ def in_window(pos, q_pos, window, CHUNKS: tl.constexpr):
 
 @triton.jit
 def load_row(rows, b):
-    """The `Row` of `b` from `rows` `[B, ROW_FIELDS]`."""
+    """Load the `Row` of `b` from `rows` `[B, ROW_FIELDS]`."""
     at = rows + b * ROW_FIELDS
     return Row(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
 
 
 @triton.jit
 def queries_end(row, T, C: tl.constexpr):
-    """End of a row's queries in a short call, among the columns from its first token on: its tokens, then the padding
-    after them, which sees them all. Columns before the first token are no queries, nor is the one of a step in which
-    the row has no token."""
+    """Return the end of a row's queries in a short call, counted in columns from the row's first token.
+
+    Queries are the row's tokens, then the padding after them, which sees all tokens. Columns before the first token are
+    not queries. In a one-token step, a row without a token has no query."""
     return row.count if C.ONE_TOKEN else T - row.first
 
 
 @triton.jit
 def result_column(t, row, T):
-    """The column of query `t` of a row; queries beyond `queries_end` stand for the columns before the first token."""
+    """Return the column of query `t` of a row. Queries beyond `queries_end` map to the columns before the first
+    token."""
     to = row.first + t
     return tl.where(to < T, to, to - T)
 
 
 @triton.jit
 def block_at(PAGES, b, index, NB, C: tl.constexpr):
-    """Where blocks `index` of a row with `NB` lie among those of a head: in a pool their pages. `PAGES`: the table of
-    all rows, `[B, NB]`, the number of pages, and blocks whose mask bits a row has room for."""
+    """Return the location of a row's blocks `index` among the blocks of a head; in a page pool, their pages.
+
+    `PAGES`: page table `[B, NB]`, number of pages, and blocks per row with mask bits. `NB`: capacity of a row."""
     if C.PAGED:
         return tl.load(PAGES[0] + b * NB + tl.minimum(index, NB - 1))
     else:
@@ -58,13 +62,13 @@ def block_at(PAGES, b, index, NB, C: tl.constexpr):
 
 @triton.jit
 def block_of(slot, C: tl.constexpr):
-    """Index of the block of a `formats.contract.Slot` among the blocks of all heads."""
+    """Return the index of the block of a `formats.contract.Slot` among the blocks of all heads."""
     return (slot.b * C.H + slot.h).to(tl.int64) * slot.capacity + slot.index
 
 
 @triton.jit
 def locate(S, b, h, LOCATE: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """`LOCATE`, a `formats.contract.JitFormat.locate`; without one heads lie in their order."""
+    """Call `LOCATE`, a `formats.contract.JitFormat.locate`; without one, heads are stored in order."""
     if LOCATE is None:
         return h, (b * C.H + h).to(tl.int64), h < 0
     else:
@@ -73,7 +77,8 @@ def locate(S, b, h, LOCATE: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def first_block(PAGES, b, h, NB, C: tl.constexpr):
-    """Index of a head's first block among the blocks of all heads, of every row or of the pool."""
+    """Return the index of a head's first block among the blocks of all heads, in the row's arena or in the page
+    pool."""
     if C.PAGED:
         return h.to(tl.int64) * PAGES[1]
     else:
@@ -82,8 +87,10 @@ def first_block(PAGES, b, h, NB, C: tl.constexpr):
 
 @triton.jit
 def first_bits(DROPPED, PAGES, b, h, NB, C: tl.constexpr):
-    """The mask bits of a head's first block. With a sink pool each row has its own bits, in a pool of pages too, where
-    rows have room for `PAGES[2]` blocks. Without one they lie in the pages."""
+    """Return the pointer to the mask bits of a head's first block.
+
+    With a sink pool every row has separate mask bits, also over a page pool, where a row has room for `PAGES[2]`
+    blocks. Without a sink pool, mask bits are in the pages."""
     if C.PAGED and C.ENTRIES > 0:
         return DROPPED + (b * C.H + h).to(tl.int64) * PAGES[2] * (C.BLOCK // 8)
     else:
@@ -92,7 +99,7 @@ def first_bits(DROPPED, PAGES, b, h, NB, C: tl.constexpr):
 
 @triton.jit
 def bits_at(at, block, C: tl.constexpr):
-    """Which of the blocks behind `first_bits` has the bits of a row's block number `block`, which lies `at`."""
+    """Return the index, after `first_bits`, of the mask bits of a row's block number `block` at location `at`."""
     if C.PAGED and C.ENTRIES > 0:
         return block
     else:
@@ -101,7 +108,7 @@ def bits_at(at, block, C: tl.constexpr):
 
 @triton.jit
 def store_row(rows, b, row):
-    """Write a `Row` to `rows`, for kernels after the append; the column `OVERFLOW` stays."""
+    """Store a `Row` in `rows` for kernels after the append. The column `OVERFLOW` stays unchanged."""
     at = rows + b * ROW_FIELDS
     for i in tl.static_range(OVERFLOW):
         tl.store(at + i, row[i])
@@ -109,7 +116,7 @@ def store_row(rows, b, row):
 
 @triton.jit
 def packed_since(j, open_start, C: tl.constexpr):
-    """First query position that reads block `j` of the open span from its codes: as in single steps."""
+    """Return the first query position that reads block `j` of the open span from its codes, as in single steps."""
     end = open_start + (j + 1) * C.BLOCK
     step = open_start + (j * C.BLOCK // C.SPAN + 1) * C.SPAN - 1 + C.RESIDUAL
     return tl.maximum(end, step)
@@ -117,14 +124,15 @@ def packed_since(j, open_start, C: tl.constexpr):
 
 @triton.jit
 def slot_bits(dropped, slot):
-    """Whether the score of a slot is masked; `dropped` points to the first byte of a head."""
+    """Return 1 where the score of a slot is masked. `dropped` points to the first byte of a head."""
     return (tl.load(dropped + slot // 8).to(tl.int32) >> (slot % 8)) & 1
 
 
 @triton.jit
 def commit_row(ROWS, STATE, row, b, B, columns, C: tl.constexpr):
-    """The row's new lengths, once nobody reads the old ones: kernels after the append read `ROWS`. All loads come
-    first, so that none waits for another."""
+    """Store the row's new lengths. Kernels after the append read `ROWS` instead.
+
+    All loads come first, so that they overlap."""
     state = RowState(*STATE)
     length, longest = row.length + row.count, tl.load(state.longest + b)
     overflow, overflowed = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW), tl.load(state.overflow + b)
@@ -149,14 +157,15 @@ def commit_row(ROWS, STATE, row, b, B, columns, C: tl.constexpr):
 
 @triton.jit
 def flip_bits(flags, slot, where):
-    """Flip bits of `dropped`; entries may share a word."""
+    """Flip bits of `dropped`, atomically, because entries may share a word."""
     words = flags.to(tl.pointer_type(tl.int32)) + slot // 32
     tl.atomic_xor(words, tl.full(slot.shape, 1, tl.int32) << (slot % 32), mask=where)
 
 
 @triton.jit
 def settle_sinks(TABLE, DROPPED, PAGES, row, b, h, NB, C: tl.constexpr):
-    """End of a call: bits of `dropped` follow the table of sinks, once nobody reads the old ones."""
+    """Update the bits of `dropped` from the sink table at the end of a call, when every program has read the old
+    bits."""
     if row.closing > 0:
         e = (b * C.H + h).to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
         changed = (tl.load(TABLE.born + e) > row.closed) ^ (tl.load(TABLE.written + e) > row.closed)

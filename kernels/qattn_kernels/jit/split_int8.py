@@ -1,4 +1,4 @@
-"""Numbers of 16 bits as two INT8 columns of a tensor core product, high and low part, and their sums joined again."""
+"""Split 16-bit numbers into two INT8 columns of a tensor core product, high and low part, and join the sums."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import ROUNDER, ROUNDER_BITS
 
-SPLIT_TOP = tl.constexpr(32512.0)  # the largest number that INT8 pairs are made of: 127 times 256
+SPLIT_TOP = tl.constexpr(32512.0)  # largest number that an INT8 pair represents: 127 * 256
 
 
 @triton.jit
 def split_int8(y, C: tl.constexpr):
-    """Two 8-bit numbers of each: of `y` `[n, Q]`, at most `SPLIT_TOP` large, column `2 i + 1` has the nearest multiple
-    of 256, and column `2 i` what that leaves. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that
-    joining moves nothing.
+    """Split numbers `y` `[n, Q]`, at most `SPLIT_TOP` large, into INT8 pairs `[n, 2 Q]`.
 
-    One sum, fused with a product that made `y`, leaves both in the low bytes of a float, if 128 is added for rounding.
-    """
+    Column `2 i + 1` holds the nearest multiple of 256, column `2 i` the remainder. A thread holds both columns of a
+    product, so joining moves no data.
+
+    One sum leaves both parts in the low bytes of a float, with 128 added for rounding. The sum can fuse with the
+    product that computes `y`."""
     z = (y + (ROUNDER + 128.0)).to(tl.int32, bitcast=True)
     if C.PLAIN:
         both = (z ^ 128).to(tl.int16)
@@ -29,7 +30,7 @@ def split_int8(y, C: tl.constexpr):
 
 @triton.jit
 def split_weights(y, C: tl.constexpr):
-    """`split_int8` of weights as `deinterleave` orders them."""
+    """Return `split_int8` of weights in the order of `deinterleave`."""
     if C.FOURS:
         return split_neighbours(y, C)
     else:
@@ -38,8 +39,10 @@ def split_weights(y, C: tl.constexpr):
 
 @triton.jit
 def split_neighbours(y, C: tl.constexpr):
-    """`split_int8` of numbers of which a thread has four rows in a row: it writes four of a column at once, and so the
-    product, whose threads want neighbours of one column, reads words instead of bytes."""
+    """Return `split_int8` of numbers for which a thread holds four consecutive rows.
+
+    The thread writes four rows of a column as one word. The product, whose threads need neighbours of one column, then
+    reads words instead of bytes."""
     if C.PLAIN:
         return split_int8(y, C)
     else:
@@ -60,15 +63,14 @@ def split_neighbours(y, C: tl.constexpr):
 
 @triton.jit
 def dot_split(a, b):
-    """Product of INT8 codes with INT8 pairs, for `join_split`: its sums start where their bits are those of a float."""
+    """Multiply INT8 codes with INT8 pairs, for `join_split`. Sums start at the bits of a float (`ROUNDER`)."""
     start = tl.full([a.shape[0], b.shape[1]], ROUNDER_BITS, tl.int32)
     return tl.dot(a, b, acc=start, out_dtype=tl.int32)
 
 
 @triton.jit
 def join_split(x):
-    """The joint value, in multiples of 256, of integer sums of INT8 pairs, `[n, 2 Q]` to `[n, Q]` in fp32, for sums
-    below 2^22."""
+    """Join integer sums of INT8 pairs, `[n, 2 Q]`, to fp32 `[n, Q]` in units of 256. Sums must be below 2^22."""
     sums = x.to(tl.float32, bitcast=True) - ROUNDER
     rest, integer = tl.split(tl.reshape(sums, (x.shape[0], x.shape[1] // 2, 2)))
     return integer + rest * (1.0 / 256.0)
@@ -76,7 +78,8 @@ def join_split(x):
 
 @triton.jit
 def repeated_columns(x, C: tl.constexpr):
-    """`[n, Q]` as `[n, N]`, each column twice where a call has INT8 pairs: a product takes eight columns at least."""
+    """Return `[n, Q]` as `[n, N]`: each column twice if the call uses INT8 pairs, because a product needs eight
+    columns."""
     if C.N > C.Q:
         return tl.reshape(tl.join(x, x), (x.shape[0], C.N))
     else:
@@ -85,7 +88,7 @@ def repeated_columns(x, C: tl.constexpr):
 
 @triton.jit
 def unrepeated_columns(x, C: tl.constexpr):
-    """The inverse of `repeated_columns`: `[n, N]` of a product to `[n, Q]`."""
+    """Undo `repeated_columns` on a product: `[n, N]` to `[n, Q]`."""
     if C.N > C.Q:
         one, _ = tl.split(tl.reshape(x, (x.shape[0], C.Q, 2)))
         return one

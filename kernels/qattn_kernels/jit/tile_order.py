@@ -1,4 +1,4 @@
-"""The order of tokens in a tile of scores: packed bytes hold tokens of several parts of a block."""
+"""Order of tokens in a tile of scores: packed bytes hold tokens of several parts of a block."""
 
 from __future__ import annotations
 
@@ -8,57 +8,60 @@ import triton.language as tl
 
 @triton.jit
 def stack(first, second):
-    """`[n, Q]` and `[n, Q]` as `[2 n, Q]`; nothing moves."""
+    """Stack `[n, Q]` and `[n, Q]` to `[2 n, Q]` without moving data."""
     return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (2 * first.shape[0], first.shape[1]))
 
 
 @triton.jit
 def unstack(x):
-    """The inverse of `stack`: both halves of `[2 n, Q]`."""
+    """Return both halves of `[2 n, Q]`, the inverse of `stack`."""
     return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
 
 
 @triton.jit
 def split_columns(x):
-    """Both halves of the columns of `[n, m]`, `[n, m / 2]` each."""
+    """Return both halves of the columns of `[n, m]`, `[n, m / 2]` each."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def part_order(n: tl.constexpr, PARTS: tl.constexpr):
-    """The token of each row of a tile of `PARTS` parts, one behind the other. Rows of a part that lie eight apart,
-    which one thread has, are neighbours: see `split_weights`."""
+    """Return the token of each row in a tile of `PARTS` consecutive parts.
+
+    Rows of a part that are eight apart are neighbouring tokens, because one thread holds them (see `split_weights`)."""
     row, PART = tl.arange(0, n), n // PARTS
     return row // PART * PART + row % 8 * (PART // 8) + row % PART // 8
 
 
 @triton.jit
 def token_order(n: tl.constexpr, PARTS: tl.constexpr):
-    """The token of each row of a tile whose `PARTS` parts are interleaved, eight rows each. So the rows of a thread are
-    in the order of those that it has of an accumulator; in another the compiler would compute the softmax twice, once
-    for the tile and once for the accumulator."""
+    """Return the token of each row in a tile whose `PARTS` parts are interleaved, eight rows each.
+
+    A thread then holds rows in the order of its accumulator rows. In any other order the compiler would compute the
+    softmax twice, once for the tile and once for the accumulator."""
     row = tl.arange(0, n)
     return row // 8 % PARTS * (n // PARTS) + row % 8 * (n // (8 * PARTS)) + row // (8 * PARTS)
 
 
 @triton.jit
 def to_part_order(x, PARTS: tl.constexpr):
-    """Numbers `[n]` of a block's tokens, such as their scales, from ascending order to `part_order`. In ascending order
-    they are loaded as whole words, ahead of their use."""
+    """Reorder numbers `[n]` of a block's tokens, such as scales, from ascending order to `part_order`.
+
+    In ascending order they load as whole words, ahead of their use."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (0, 2, 1)), (x.shape[0],))
 
 
 @triton.jit
 def to_token_order(x, PARTS: tl.constexpr):
-    """Numbers `[n]` of a block's tokens from ascending order, in which they are loaded as for `to_part_order`, to
-    `token_order`."""
+    """Reorder numbers `[n]` of a block's tokens from ascending order to `token_order`; see `to_part_order`."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (2, 0, 1)), (x.shape[0],))
 
 
 @triton.jit
 def join_blocks(blocks):
-    """Two or four blocks `[n, Q]` as one tile `[eights of a block, blocks, 8, Q]`, flat. Nothing moves: the rows of a
-    thread are in the order of those that it has of an accumulator, as in `token_order`."""
+    """Join two or four blocks `[n, Q]` to one flat tile `[eights of a block, blocks, 8, Q]` without moving data.
+
+    A thread holds rows in the order of its accumulator rows, as in `token_order`."""
     if len(blocks) == 2:
         return interleave(stack(blocks[0], blocks[1]), 2)
     else:
@@ -70,28 +73,29 @@ def join_blocks(blocks):
 
 @triton.jit
 def strided(x):
-    """A block `[n, D]` in the order in which `KiviFormat.strided` packs its tokens: of 32 every eighth side by side."""
+    """Return a block `[n, D]` in the token order of `KiviFormat.strided`: every eighth of 32 tokens side by side."""
     fours = tl.permute(tl.reshape(x, (x.shape[0] // 32, 4, 8, x.shape[1])), (0, 2, 1, 3))
     return tl.reshape(fours, (x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def unstrided(x):
-    """The inverse of `strided`."""
+    """Undo `strided`."""
     eights = tl.permute(tl.reshape(x, (x.shape[0] // 32, 8, 4, x.shape[1])), (0, 2, 1, 3))
     return tl.reshape(eights, (x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def interleave(x, PARTS: tl.constexpr):
-    """Interleave the parts of a tile `[n, Q]`, eight rows each: `part_order` becomes `token_order`. No row moves
-    between threads."""
+    """Interleave the parts of a tile `[n, Q]`, eight rows each, from `part_order` to `token_order`.
+
+    No row moves between threads."""
     parts = tl.reshape(x, (PARTS, x.shape[0] // (8 * PARTS), 8, x.shape[1]))
     return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def deinterleave(x, PARTS: tl.constexpr):
-    """A tile `[n, Q]` in `token_order` with its tokens in ascending order. No row moves between threads."""
+    """Reorder a tile `[n, Q]` from `token_order` to ascending tokens. No row moves between threads."""
     parts = tl.reshape(x, (x.shape[0] // (8 * PARTS), PARTS, 8, x.shape[1]))
     return tl.reshape(tl.permute(parts, (1, 2, 0, 3)), (x.shape[0], x.shape[1]))

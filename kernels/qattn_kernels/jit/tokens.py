@@ -1,4 +1,4 @@
-"""New tokens and those of the ring inside kernels, and what a call brings to a row."""
+"""New tokens and ring tokens in kernels, and the `Row` of a call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from qattn_kernels.layout import Row, RowState
 
 
 class Source(NamedTuple):
-    """Where the new keys and values of a call lie, and their strides over rows, heads and columns. Keys that a kernel
-    equalizes lie in a tuple, with their factors, fp32 `[H, D]`."""
+    """New keys and values of a call, and their strides over rows, heads and columns.
+
+    If a kernel equalizes keys, `key` is a tuple of keys and factors, fp32 `[H, D]`."""
 
     key: Any
     value: Any
@@ -24,7 +25,8 @@ class Source(NamedTuple):
 
 @triton.jit
 def load_new(X, strides, b, h, fresh, new, first, SIDE: tl.constexpr):
-    """`[BLOCK, DP]` as the model made them, zeros where `new` is false. `X`: keys or values of a `Source`."""
+    """Load new tokens `[BLOCK, DP]` in the model's dtype, zeros where `new` is false. `X`: keys or values of a
+    `Source`."""
     where = X
     if SIDE.EQUALIZED:
         where = X[0]
@@ -36,7 +38,7 @@ def load_new(X, strides, b, h, fresh, new, first, SIDE: tl.constexpr):
 
 @triton.jit
 def _rotated(x, X, h, SIDE: tl.constexpr):
-    """What `load_new` read of `X`, in fp32, rotated where kernels rotate: as the model's dtype rounds it."""
+    """Return the output of `load_new` on `X` in fp32, rotated if kernels rotate, and rounded to the model's dtype."""
     if SIDE.ROTATION is not None:
         R: tl.constexpr = SIDE.ROTATION
         factor = None
@@ -48,7 +50,7 @@ def _rotated(x, X, h, SIDE: tl.constexpr):
 
 @triton.jit
 def new_tokens(source, b, h, fresh, new, first, C: tl.constexpr):
-    """New keys and values, zeros where either is not finite, and where that is so."""
+    """Return new keys and values, zeros for a token with a non-finite key or value, and bool flags of such tokens."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     k = load_new(source.key, source.k_strides, b, h, fresh, new, first, K_SIDE)
@@ -58,7 +60,7 @@ def new_tokens(source, b, h, fresh, new, first, C: tl.constexpr):
 
 @triton.jit
 def checked_tokens(k, v, source, h, new, C: tl.constexpr):
-    """`new_tokens` of what `load_new` read of both for head `h`."""
+    """Return the result of `new_tokens` from keys and values that `load_new` read for head `h`."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     k, v = _rotated(k, source.key, h, K_SIDE), _rotated(v, source.value, h, V_SIDE)
@@ -68,7 +70,7 @@ def checked_tokens(k, v, source, h, new, C: tl.constexpr):
 
 @triton.jit
 def _tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr):
-    """New tokens of one side in fp32, zeros where `new` is false."""
+    """Return new tokens of one side in fp32, zeros where `new` is false."""
     if SIDE.VALUES:
         x = load_new(source.value, source.v_strides, b, h, fresh, new, first, SIDE)
         return _rotated(x, source.value, h, SIDE)
@@ -78,8 +80,9 @@ def _tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr):
 
 @triton.jit
 def new_tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr, C: tl.constexpr):
-    """`new_tokens` of one side. The other side is looked at first, so that its tile is gone when this one comes: both
-    would not stay in registers."""
+    """Return `new_tokens` of one side.
+
+    Checks the other side for non-finite numbers first and discards its tile; both tiles together would spill."""
     OTHER: tl.constexpr = C.K if SIDE.VALUES else C.V
     bad = broken(_tokens_of(source, b, h, fresh, new, first, OTHER), 1)
     x = _tokens_of(source, b, h, fresh, new, first, SIDE)
@@ -89,7 +92,8 @@ def new_tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr, C: tl.con
 
 @triton.jit
 def ring_codes(S, slot, SLOTS: tl.constexpr, bh, SIDE: tl.constexpr):
-    """Addresses `[n, DP]` in a ring of `SLOTS` slots; INT8 values lie `[D, slots]`, as their product wants them."""
+    """Return addresses `[n, DP]` in a ring of `SLOTS` slots. INT8 values are stored `[D, slots]`, as their product
+    reads them."""
     d = tl.arange(0, SIDE.DP)
     base = S.ring + bh.to(tl.int64) * SLOTS * SIDE.D
     if SIDE.VALUES and (S.ring.dtype.element_ty == tl.int8):
@@ -100,7 +104,7 @@ def ring_codes(S, slot, SLOTS: tl.constexpr, bh, SIDE: tl.constexpr):
 
 @triton.jit
 def from_ring(S, pos, there, bh, SIDE: tl.constexpr, C: tl.constexpr):
-    """Open tokens in fp32 with their scales; a ring in the model's precision has none."""
+    """Return open tokens in fp32 and their scales. An unquantized ring has zero scales."""
     inside = there[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
     code = tl.load(ring_codes(S, pos % C.RING, C.RING, bh, SIDE), mask=inside, other=0).to(tl.float32)
     scale = tl.zeros([code.shape[0]], tl.float32)
@@ -111,26 +115,26 @@ def from_ring(S, pos, there, bh, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def with_ring(S, code, scale, pos, old, bh, SIDE: tl.constexpr, C: tl.constexpr):
-    """Open tokens: old ones from the ring, new ones as they were just made."""
+    """Return open tokens: old tokens from the ring, new tokens as given."""
     before, before_scale = from_ring(S, pos, old, bh, SIDE, C)
     return tl.where(old[:, None], before, code), tl.where(old, before_scale, scale)
 
 
 @triton.jit
 def chosen_bits(CHOSEN, open_blocks, bh, j, C: tl.constexpr):
-    """The bits of the tokens of block `j` of the open span that the sink pool took; nobody reads them without a
+    """Return the pointer to the bits of block `j` of the open span that mark the sink pool's tokens; unused without a
     pool."""
     return CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8)
 
 
 @triton.jit
 def row_before(STATE, SPANS, span_stride, b, NB, C: tl.constexpr):
-    """The `Row` of `b` from the state and the call's mask; of its tokens no more than there is room for."""
+    """Return the `Row` of `b` from the state and the call's mask. `count` is limited to the free capacity."""
     state = RowState(*STATE)
     length, closed, open_start = tl.load(state.length + b), tl.load(state.closed + b), tl.load(state.open_start + b)
     first, count = tl.load(SPANS + b * span_stride), tl.load(SPANS + b * span_stride + 1)
     room = (NB - closed) * C.BLOCK - (length - open_start)
-    if C.PAGED:  # rows without a token may hold more blocks than the tables of a call
+    if C.PAGED:  # rows without a token may have more blocks than the call's tables
         room = tl.maximum(room, 0)
     count = tl.minimum(count, room)
     ready = tl.maximum(length + count - open_start - C.RESIDUAL, 0)

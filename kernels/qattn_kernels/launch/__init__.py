@@ -1,1 +1,1 @@
-"""What every launch of a kernel shares: the tensors of a call, compile-time constants, options."""
+"""Shared by all kernel launches: the tensors of a call, compile-time constants, options."""

@@ -1,4 +1,4 @@
-"""One call of the operator, its tensors in the form in which launchers take them."""
+"""One call of the operator, with its tensors in the form that launchers take."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from qattn_kernels.reference.rows import open_span_blocks
 
 
 class Table(NamedTuple):
-    """The table of sinks (`ops/sink_pool/table.py`): the tensors `sink.*` of a layer, and inside kernels what they hold
-    of one row and head, `[ENTRIES]` each."""
+    """The sink table (`ops/sink_pool/table.py`): the tensors `sink.*` of a layer.
+
+    Inside kernels it holds the entries of one row and head, `[ENTRIES]` each."""
 
     pos: Any
     slot: Any
@@ -32,9 +33,9 @@ class SinkTensors(NamedTuple):
     Attributes:
         k, v: keys and values of all sinks (`formats.contract.Sinks`).
         table: the `Table` of all heads.
-        moved: of a short call int32 `[B, H, 2 * sinks]`, the slots of the tokens that its close moves into the pool or
-            out of it.
-        chosen: of a long call uint8, a bit for each token of the open span, which the pool takes.
+        moved: for short calls, int32 `[B, H, 2 * sinks]`: slots of the tokens that the close moves into or out of the
+            pool.
+        chosen: for long calls, uint8: one bit per token of the open span, set if the pool takes it.
     """
 
     k: Any = None
@@ -45,11 +46,24 @@ class SinkTensors(NamedTuple):
 
 
 class Call(NamedTuple):
-    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. `sinks`: the
-    `SinkTensors`. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of
-    each block, how many pages there are, and blocks whose masks a row has room for; else None. `call_mean` fp32
-    `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads. `turned`:
-    the queries that a decode reads: as they were given, or rotated, which the append writes."""
+    """One call of the operator.
+
+    Attributes:
+        query, key, value: new tokens, last dimension contiguous.
+        span: int32, the call's mask, as in `step.operator.attend`.
+        state: the layer's tensors.
+        spec: the layer's formats and arithmetic.
+        scores: scale, cap, window and sinks of the scores.
+        sizes: compile-time constants.
+        k, v: tensors of the two sides.
+        rows: int32 `[B, ROW_FIELDS]`, filled by the append.
+        sinks: the `SinkTensors`.
+        call_mean: fp32 `[B, H, D]`, mean key that a long call subtracts from smoothed keys; a placeholder without
+            smoothing.
+        pages: with a page pool, the int32 `[B, NB]` page of each block, the number of pages, and the blocks per row
+            with mask bits; else None.
+        turned: queries that a decode reads: the input queries, or a buffer that the append fills with rotated queries.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -69,7 +83,7 @@ class Call(NamedTuple):
 
     @property
     def k_mean(self) -> torch.Tensor:
-        """The rows' mean keys; where keys are not smoothed a tensor that nobody reads."""
+        """Mean keys of the rows; a placeholder without smoothing."""
         return self.state.get("k.mean", self.call_mean)
 
     @property
@@ -87,29 +101,30 @@ class Call(NamedTuple):
 
     @property
     def source(self) -> tuple:
-        """A `jit.tokens.Source`, plain: Triton takes longer over a named tuple."""
+        """A `jit.tokens.Source` as a plain tuple, which Triton processes faster than a named tuple."""
         key = (self.key, self.state["k.equalizer"][0]) if self.sizes.K.EQUALIZED else self.key
         return key, self.value, self.key.stride()[:3], self.value.stride()[:3]
 
     @property
     def spans(self) -> tuple:
-        """The call's mask, whose one row may stand for all."""
+        """The call's mask and its row stride; the stride is 0 if one row serves all."""
         return self.span, 0 if self.span.shape[0] == 1 else self.span.stride(0)
 
     @property
     def picked(self) -> tuple:
-        """What the sink pool took of the open span, and how many blocks that has; without a pool nobody reads it."""
+        """Bits of the tokens that the sink pool takes, and the number of blocks in the open span; unused without a
+        pool."""
         chosen = self.sinks.chosen
         return (self.state["dropped"], 0) if chosen is None else (chosen, chosen.shape[2])
 
     @property
     def row_state(self) -> tuple:
-        """A `RowState`, plain."""
+        """A `RowState` as a plain tuple."""
         return tuple([self.state[name] for name in RowState._fields])
 
     @property
     def block_state(self) -> tuple:
-        """A `BlockState`, plain."""
+        """A `BlockState` as a plain tuple."""
         return tuple([self.state[name] for name in BlockState._fields])
 
 
@@ -123,7 +138,7 @@ def make_call(
     scores: Scores,
     table: torch.Tensor | None = None,
 ) -> Call:
-    """Arguments as in `step.operator.attend`; `table` as in `step.paged.attend_pages`."""
+    """Return the `Call` for arguments of `step.operator.attend`. `table` as in `step.paged.attend_pages`."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
@@ -145,7 +160,7 @@ def make_call(
 
 
 def _sinks(state: State, spec: LayerSpec, sizes: Sizes, batch: int, tokens: int, device: torch.device) -> SinkTensors:
-    """The pool of a call of so many tokens, with room for what the call does to it."""
+    """Return the sink pool of a call of `tokens` tokens, with uninitialised outputs."""
     table = Table(*(state[f"sink.{name}"] for name in Table._fields))
     sides = sink_tensors(state, "k"), sink_tensors(state, "v")
     if tokens <= SHORT_CALL:

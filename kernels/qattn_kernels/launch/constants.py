@@ -1,4 +1,4 @@
-"""The constants that a kernel is compiled for, in one hashable value, so that argument lists stay readable."""
+"""Compile-time constants of kernels, bundled in one hashable value to keep argument lists short."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any, NamedTuple
 from qattn_kernels.formats.side import PARTS, Side
 from qattn_kernels.layer.spec import LayerSpec
 
-LEAST_COLUMNS = 8  # of a tensor core tile
-MOST_COLUMNS = 16  # of one program; more queries of a short call go to more programs
-LATENT_COLUMNS = (16, 64)  # the same two of latent attention: query heads share each latent that a program dequantizes
-RING_TILE = 64  # slots of the ring that a decode reads at a time
-SINK_TILE = 32  # entries of the table of sinks at a time, a bit each of a word
-WIDEST_TILE = 128  # slots of the largest tile of a prefill, which may touch so many behind a row's last token
-FACTORS_STEP = 2048  # slots of values whose factors are worked out at a time
-FEW_SPLITS = 8  # of a context, which a merge weighs at once in few threads
-WHOLE_RING = 128  # slots at most that one program reads: one tile is open there but for steps that close a block
+LEAST_COLUMNS = 8  # minimum columns of a tensor core tile
+MOST_COLUMNS = 16  # maximum columns per program; more queries of a short call use more programs
+LATENT_COLUMNS = (16, 64)  # the same for latent attention: query heads share each latent that a program dequantizes
+RING_TILE = 64  # ring slots that a decode reads at a time
+SINK_TILE = 32  # sink table entries at a time, one bit each in a word
+WIDEST_TILE = 128  # slots of a prefill's largest tile, which may reach this far past a row's last token
+FACTORS_STEP = 2048  # slots whose value factors are computed at a time
+FEW_SPLITS = 8  # splits of a context that a merge combines at once in few threads
+WHOLE_RING = 128  # maximum slots for one program: usually only one tile is open, except in steps that close a block
 
 
 class Rotation(NamedTuple):
-    """The rotation of a side (`ops/rotate/reference.py`), as kernels that rotate tokens themselves are compiled for it.
+    """The rotation of a side (`ops/rotate/reference.py`), for kernels that rotate tokens themselves.
 
     Attributes:
-        SIGNS: a bit for each channel, set where its sign changes.
-        SIZE: channels that are rotated together. STAGES: of their transform. UNIT: makes it orthonormal.
+        SIGNS: one bit per channel, set where its sign changes.
+        SIZE: channels that are rotated together.
+        STAGES: stages of their transform.
+        UNIT: factor that makes the transform orthonormal.
     """
 
     SIGNS: int
@@ -35,30 +37,30 @@ class Rotation(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the kernels of a packed cache are compiled for: those of the append, the decode and the sink pool.
+    """Compile-time constants of the append, decode and sink pool kernels.
 
-    Attributes are compile-time constants inside them; what `PrefillSizes` has too has the same name there.
+    Fields that `PrefillSizes` has too have the same names there.
 
     Heads:
-        H: KV heads. G: query heads of each.
+        H: KV heads. G: query heads per KV head.
         K, V: the `Side` of keys and of values.
-    The window (`layout.Window`):
-        BLOCK: tokens of a block. SPAN, RESIDUAL: of it. RING: slots; 0 where tokens get their final form at once.
+    Window (`layout.Window`):
+        BLOCK: tokens per block. SPAN, RESIDUAL: as in `Window`. RING: slots; 0 if tokens are packed as they arrive.
     Tiles:
-        PARTS: of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
-        FOURS: a thread has four neighbours of each part, which it writes as one word.
+        PARTS: parts of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
+        FOURS: a thread holds four neighbours of each part, which it writes as one word.
         TILE: blocks that a decode reads at a time.
-    The sink pool:
-        ENTRIES: places of its table, 0 without a pool. SINKS: in the pool. EVICTED: in the window behind it.
+    Sink pool:
+        ENTRIES: entries of its table, 0 without a pool. SINKS: sinks in the pool. EVICTED: size of the evicted window.
         CROP_BLOCKS: blocks that a crop can reopen.
-    A decode:
-        OPEN: splits that are no packed blocks, but parts of the ring, or sinks. RING_PARTS: of the ring.
-        Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
-        ONE_TOKEN: the call has one. Q_LEVELS: largest code of a query.
-        SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
-        CHUNKS: the window is the chunk of a query.
-    PAGED: blocks of all rows lie in one pool, where a table says.
-    PLAIN: the interpreter runs, which knows no assembly.
+    Decode:
+        OPEN: splits that read open tokens (ring parts and sinks). RING_PARTS: ring parts among them.
+        Q: queries per program. N: columns of their product, `2 Q` for INT8 pairs.
+        ONE_TOKEN: the call has one token. Q_LEVELS: largest code of a query.
+        SAS, SOFTCAP, LOCAL, SPARSE_V: use the SAS softmax, a score cap, a local window, sparse V.
+        CHUNKS: the window is the query's chunk.
+    PAGED: blocks of all rows are in one page pool, located by a table.
+    PLAIN: run in the interpreter, which has no assembly.
     """
 
     H: int
@@ -92,26 +94,25 @@ class Sizes(NamedTuple):
 
 
 class PrefillSizes(NamedTuple):
-    """What the prefill kernel is compiled for. Attributes are compile-time constants inside it.
+    """Compile-time constants of the prefill kernel.
 
     Heads and dims:
-        HQ: query heads. G: of each KV head. D, DV: head dims of K and V. DP, DVP: the powers of two that hold them.
+        HQ: query heads. G: query heads per KV head. D, DV: head dims of K and V. DP, DVP: the next powers of two.
     Tiles:
-        BM: queries of a program. BN: slots of a tile of the main loop. TAIL: of the others. STAGES: of their pipelines.
+        BM: queries per program. BN: slots per tile of the main loop. TAIL: slots per other tile. STAGES: of pipelines.
     Unpacked keys and values:
-        BLOCK: slots of a block. BLOCK_SCALES: the slots of a closed block share scales, in groups of K.
-        K_INT8, V_INT8: keys, values are INT8, there and in the product. V_FP8: values are FP8.
+        BLOCK: slots per block. BLOCK_SCALES: slots of a closed block share scales; groups of keys do with FP8 values.
+        K_INT8, V_INT8: unpacked keys, values are INT8, and so are their products. V_FP8: values are FP8.
     Products:
-        Q_LEVELS: largest code of a query. Q_GROUP: which queries share a scale (`groups`; `block` is the program's
-            own).
-        BY_ROW: scores may stay in units of their query (`row_weights`). RAISED: INT8 weights are rounded at once there.
-    Means that were subtracted:
-        SMOOTH_K: of keys. SMOOTH_Q: of which queries (`smooth_q`). SMOOTH_V: of values.
+        Q_LEVELS: largest code of a query. Q_GROUP: queries that share a scale (`granularity`), `block`: a program's.
+        BY_ROW: scores stay in the unit of their query (`row_weights`). RAISED: INT8 weights are then rounded at once.
+    Subtracted means:
+        SMOOTH_K: mean of keys. SMOOTH_Q: which mean of queries (`smooth_q`). SMOOTH_V: mean of values.
     Scores:
-        SAS, SOFTCAP: whether that softmax, a cap is used. LOCAL_WINDOW: positions that a query sees back, 0 for all.
-        CHUNKS: it sees back to a multiple of so many positions.
-        SINK_LOGITS: the model has learned ones.
-    PLAIN: the interpreter runs, which knows no assembly.
+        SAS, SOFTCAP: use the SAS softmax, a score cap. LOCAL_WINDOW: positions that a query sees back, 0 for all.
+        CHUNKS: a query sees back to a multiple of `LOCAL_WINDOW` positions.
+        SINK_LOGITS: the model has learned sinks.
+    PLAIN: run in the interpreter, which has no assembly.
     """
 
     HQ: int
@@ -145,15 +146,15 @@ class PrefillSizes(NamedTuple):
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below `n`."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
 
 
 def _tile(spec: LayerSpec, k: Side, v: Side) -> dict[str, Any]:
-    """The constants of the tiles that a decode reads, and of the order of their tokens."""
+    """Return the constants of a decode's tiles and of their token order."""
     block = spec.window.block
-    alone = spec.latent or spec.sparsity.tau > 0  # sparse V judges each block
-    # of latents, and of strided values, so many that blocks have their tokens in ascending order
+    alone = spec.latent or spec.sparsity.tau > 0  # sparse V judges blocks one by one
+    # for latents and strided values, choose parts such that blocks have ascending tokens
     own = [PARTS.get(min(side.WIDTHS), 1) for side in (k, v)]
     parts = block // 8 if spec.latent or v.STRIDED else max(own)
     return {
@@ -176,8 +177,18 @@ def sizes_of(
     chunks: bool = False,
     v_dim: int | None = None,
 ) -> Sizes:
-    """For a call of `tokens` new tokens, with a soft cap, a local window, which may be a chunk, or neither. `v_dim`:
-    values', if not `dim`."""
+    """Return the constants of a call of `tokens` new tokens.
+
+    Args:
+        spec: the layer's formats and arithmetic.
+        heads, group, dim: KV heads, query heads per KV head, head dimension.
+        tokens: new tokens.
+        int8: products use INT8 pairs of queries.
+        cap: scores are capped.
+        local: the layer has a local window.
+        chunks: that window is a chunk.
+        v_dim: head dimension of values, if not `dim`.
+    """
     at = spec.window
     k, v = spec.k.side(heads, dim, at.block, False), spec.v.side(heads, v_dim or dim, at.block, True)
     least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)

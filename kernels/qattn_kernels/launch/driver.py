@@ -1,9 +1,8 @@
-"""Launches by CUDA's driver API, whose arguments lie ready in memory.
+"""Launch kernels through CUDA's driver API, with prepared arguments in memory.
 
-Triton's own launcher reads every argument anew, numbers and nested tuples too: of the host's time for a launch that is
-more than the driver's own. What a kernel takes is asked of the driver before the first launch; if that is not what its
-signature says, there is no `Direct`, and Triton launches.
-"""
+Triton's launcher parses every argument again, including numbers and nested tuples. That takes more host time than the
+driver's launch itself. Before the first launch, the driver reports the kernel's parameters. If they do not match the
+kernel's signature, `direct` returns None, and Triton launches."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from ctypes import byref, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
-SLOT = 8  # bytes of room for an argument, which begins there
+SLOT = 8  # bytes per argument slot
 NUMBERS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 NUMBERS |= {"u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
-SCRATCH = 2  # pointers behind a kernel's own arguments, of which these kernels use none
-THREADS = 32  # of a warp
-ABSENT = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")  # of these launches
+SCRATCH = 2  # extra pointers after a kernel's arguments, unused by these kernels
+THREADS = 32  # threads per warp
+ABSENT = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")  # must be off
 
 
 class Config(ctypes.Structure):
-    """`CUlaunchConfig`."""
+    """`CUlaunchConfig` of the driver API."""
 
     _fields_ = [
         *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
@@ -35,7 +34,8 @@ class Config(ctypes.Structure):
 
 @cache
 def driver() -> Any:
-    """CUDA's driver, with what a `Direct` calls; None where it cannot say what a kernel takes (before 12.4)."""
+    """Return CUDA's driver library with typed functions, or None if it cannot report kernel parameters (before
+    12.4)."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         library.cuFuncGetParamInfo.argtypes = [c_void_p, c_size_t, c_void_p, c_void_p]
@@ -46,11 +46,11 @@ def driver() -> Any:
 
 
 def flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    """Type and value of each argument that a kernel takes, of nested tuples and without constants.
+    """Yield type and value of each kernel argument, flattened from nested tuples, without constants.
 
     Args:
-        kinds: types by Triton's names (`*fp32`, `i32`), or tuples of them, as in a kernel's signature.
-        values: likewise.
+        kinds: Triton's type names (`*fp32`, `i32`) or tuples of them, as in a kernel's signature.
+        values: values of the same structure.
     """
     for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, tuple):
@@ -60,21 +60,23 @@ def flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def n_bytes(kind: str) -> int:
-    """Bytes of an argument; 0 if that is not known here."""
+    """Return the bytes of an argument, or 0 for an unknown type."""
     if kind.startswith("*"):
         return SLOT
     return struct.calcsize(NUMBERS[kind]) if kind in NUMBERS else 0
 
 
 class Direct:
-    """A launch of a compiled kernel with arguments that stay, but for some addresses.
+    """A launch of a compiled kernel with fixed arguments, apart from some addresses.
 
     Args:
-        library: of `driver`. function: the kernel's handle. grid, warps, shared: of the launch.
-        arguments: as of `flat`; pointers that are no numbers yet are to be put into `slots`.
+        library: result of `driver`.
+        function: handle of the kernel.
+        arguments: items of `flat`. Pointers that are not numbers yet must be written to `slots` before a launch.
+        grid, warps, shared: launch configuration.
 
     Attributes:
-        slots: the arguments, by number.
+        slots: argument values, by index.
     """
 
     def __init__(
@@ -99,14 +101,20 @@ class Direct:
         self._config = byref(self.config)
 
     def __call__(self, stream: int) -> int:
-        """Launch; returns the driver's error code, 0 for none. Another thread may not launch the same one meanwhile."""
+        """Launch and return the driver's error code, 0 for none. Not thread-safe for one instance."""
         self.config.stream = stream
         code: int = self._call(self._config, self._function, self._places, None)
         return code
 
 
 def direct(kernel: Any, grid: tuple[int, ...], arguments: Sequence[tuple[str, Any]]) -> Direct | None:
-    """A `Direct` of a compiled kernel of Triton, or None where Triton has to launch it. Arguments as there."""
+    """Return a `Direct` for a compiled Triton kernel, or None if Triton must launch it.
+
+    Args:
+        kernel: the compiled kernel.
+        grid: blocks in each dimension.
+        arguments: items of `flat`.
+    """
     library, metadata = driver(), kernel.metadata
     if library is None or metadata.num_ctas != 1 or 0 in grid or any(getattr(metadata, name, 1) for name in ABSENT):
         return None
@@ -117,7 +125,7 @@ def direct(kernel: Any, grid: tuple[int, ...], arguments: Sequence[tuple[str, An
 
 
 def _parameters(library: Any, function: int, most: int) -> list[int]:
-    """Bytes of each of the first `most` parameters of a kernel, as the driver has it."""
+    """Return the bytes of each of a kernel's first `most` parameters, as reported by the driver."""
     found, offset, size = [], c_size_t(), c_size_t()
     for i in range(most):
         if library.cuFuncGetParamInfo(function, i, byref(offset), byref(size)):

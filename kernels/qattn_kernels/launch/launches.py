@@ -1,8 +1,8 @@
-"""Launches of Triton kernels, followed by whoever wants to know them: a plan that repeats them, or a compiler.
+"""Launch Triton kernels, with hooks for plans that repeat launches and for compilers.
 
 launch(kernel, grid, *arguments, **options)      # in place of kernel[grid](*arguments, **options)
-recorded(compute)                                # the results of compute(), and what it launched
-collected(compute)                               # what compute() would launch
+recorded(compute)                                # the results of compute(), and a record of its launches
+collected(compute)                               # the launches of compute(), without launching
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-SILENT = 1.0  # seconds to wait for a compiler before saying so
+SILENT = 1.0  # seconds to wait for a compiler before logging it
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -30,7 +30,7 @@ ALLOCATIONS = {
 
 
 class Launch(NamedTuple):
-    """A launch of a compiled kernel with all its arguments; in the interpreter, of the function, with its options."""
+    """A launch of a compiled kernel with all its arguments. In the interpreter, of the function, with its options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -39,14 +39,14 @@ class Launch(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Follows one call: its launches, the tensors that it allocates, and what else it does on the device."""
+    """Record one call: its launches, the tensors that it allocates, and any other work on the device."""
 
     def __init__(self, collects: bool = False) -> None:
         super().__init__()
-        self.collects = collects  # launches are only noted down
+        self.collects = collects  # record launches without launching
         self.launches: list[Launch] = []
-        self.allocated: list[torch.Tensor] = []  # held, so that no two share an address
-        self.foreign: str | None = None  # what it does that no plan can repeat
+        self.allocated: list[torch.Tensor] = []  # kept alive, so that addresses stay distinct
+        self.foreign: str | None = None  # first operation that a plan cannot repeat
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Context whose work on the device is not the call's own."""
+        """Context for device work that is not part of the call."""
         self.paused = True
         try:
             yield
@@ -72,16 +72,15 @@ class Recorder(TorchDispatchMode):
 _state = threading.local()
 
 
-_keyed: set[int] = set()  # ids of functions that went through `settle_key`; their hash would be their key
+_keyed: set[int] = set()  # ids of functions that went through `settle_key` (hashing a function would compute its key)
 
 
 def settle_key(function: Any) -> None:
-    """Work out the key under which Triton keeps a function on disk, those of all functions that it calls first.
+    """Compute the key under which Triton caches a function on disk, after the keys of all functions that it calls.
 
-    Triton 3.6 puts the globals of a called function into the key only if that one's own key is known. Without an order,
-    threads and processes would find keys of their own, and compile again what lies on disk.
-    """
-    if id(function) in _keyed or not hasattr(type(function), "cache_key"):  # the interpreter's functions have none
+    Triton 3.6 includes the globals of a called function in the key only if the key of that function is known. Without a
+    fixed order, threads and processes would compute different keys and recompile cached kernels."""
+    if id(function) in _keyed or not hasattr(type(function), "cache_key"):  # interpreter functions have no key
         return
     _keyed.add(id(function))
     for name in function.fn.__code__.co_names:
@@ -92,12 +91,12 @@ def settle_key(function: Any) -> None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
+    """Launch a Triton kernel, like `kernel[grid](*arguments, **options)`."""
     kind = type(kernel)
     for x in (kernel, *arguments):
         if isinstance(x, kind):
             settle_key(x)
-        elif type(x) is tuple:  # a bundle, of functions or of what kernels read
+        elif type(x) is tuple:  # a bundle of functions or kernel arguments
             for function in x:
                 if isinstance(function, kind):
                     settle_key(function)
@@ -112,7 +111,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         return
     with recorder.pause():
         compiled = kernel[grid](*arguments, **options)
-    if compiled is None:  # the interpreter, which takes options and tensors each time
+    if compiled is None:  # the interpreter compiles nothing
         recorder.launches.append(Launch(kernel, grid, arguments, options))
         return
     parameters = kernel.signature.parameters
@@ -122,7 +121,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def recorded(compute: Callable[[], Result], collects: bool = False) -> tuple[Result, Recorder]:
-    """Results of `compute()`, and what it did; with `collects` it launches nothing, and its results hold nothing."""
+    """Return the results of `compute()` and its record. With `collects`, nothing launches and results hold no data."""
     recorder = _state.recorder = Recorder(collects)
     try:
         with recorder:
@@ -132,28 +131,29 @@ def recorded(compute: Callable[[], Result], collects: bool = False) -> tuple[Res
 
 
 def collected(compute: Callable[[], Any]) -> list[Launch]:
-    """What `compute()` would launch; nothing is. What it allocates is held to its end, as by `recorded`."""
+    """Return the launches of `compute()` without launching. Allocations stay alive until the call ends, as in
+    `recorded`."""
     return recorded(compute, collects=True)[1].launches
 
 
 def compile_launch(one: Launch) -> None:
-    """Compile and load the kernel of a launch that was `collected`."""
+    """Compile and load the kernel of a launch from `collected`."""
     compiled = one.kernel.warmup(*one.arguments, grid=one.grid, **one.options)
-    compiled[(1, 1, 1)]  # which loads it, and launches nothing
+    compiled[(1, 1, 1)]  # indexing loads the kernel and launches nothing
 
 
-_expected: dict[Any, Future] = {}  # compilations by the function that they compile
+_expected: dict[Any, Future] = {}  # running compilations by kernel function
 
 
 def expect(kernel: Any, compilation: Future) -> Future:
-    """Let launches of `kernel` wait for a compilation in another thread, so that it is not compiled twice."""
+    """Make launches of `kernel` wait for a compilation in another thread, to avoid compiling it twice."""
     _expected[kernel] = compilation
     return compilation
 
 
 def _wait_for(kernel: Any) -> None:
     compilation = _expected.get(kernel)
-    if compilation is None:  # another thread waited for it
+    if compilation is None:  # another thread already waited
         return
     done, _ = wait([compilation], timeout=SILENT)
     if not done:
@@ -167,7 +167,7 @@ CONSTANTS: dict[int, torch.Tensor] = {}
 
 
 def constant(make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """A tensor that plans may keep: `make(*arguments)`, which is always the same one and never changes."""
+    """Return `make(*arguments)` as a tensor that plans may keep. It must always be the same, unchanging tensor."""
     recorder = getattr(_state, "recorder", None)
     with recorder.pause() if recorder is not None else nullcontext():
         found = make(*arguments)

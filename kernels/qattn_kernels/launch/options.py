@@ -8,8 +8,9 @@ WIDEST_HEAD = 256  # channels
 
 
 def codes(size: Sizes, most: int = 64 * 128) -> dict[str, int]:
-    """Options of kernels that make codes (see `ops/append/kernel.py`) and hold a whole block in registers: of more
-    than `most` numbers in those of twice as many threads, of latents wider than any head in twice as many again."""
+    """Return launch options of kernels that quantize (see `ops/append/kernel.py`) and hold a whole block in registers.
+
+    4 warps up to `most` numbers per block, 8 above, and 16 for latents wider than 256 channels."""
     dim = max(size.K.DP, size.V.DP)
     warps = 16 if dim > WIDEST_HEAD else 8 if most < size.BLOCK * dim else 4
     return {"enable_fp_fusion": False, "num_warps": warps}

@@ -1,9 +1,9 @@
-"""Launch plans: what the calls of one shape launch, worked out once.
+"""Launch plans: the kernel launches of one call shape, recorded once and repeated.
 
-Working out the arguments of a call's kernels, and Triton's own look at each of them, costs the host more than all else
-that a decode step does. So the first call of a shape is recorded: which kernels it launches, and for each pointer among
-their arguments which tensor of the call it belongs to, and how far behind its start. Later calls fill in addresses and
-launch what was compiled, layer by layer: a plan knows no address, so that all layers of a model share it.
+Computing the arguments of a call's kernels, and Triton's processing of them, costs the host more than all else in a
+decode step. The first call of a shape is therefore recorded: its kernels, and for each pointer argument the tensor of
+the call and the offset into it. Later calls fill in addresses and launch the compiled kernels. A plan contains no
+address, so all layers of a model share it.
 
     planned(key, inputs, compute, *arguments)        # results of compute(*arguments), recorded or launched from a plan
 """
@@ -23,22 +23,22 @@ from qattn_kernels.launch.launches import CONSTANTS, Launch, Recorder, recorded
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 512  # bytes between temporary tensors: PyTorch's own, so that kernels compiled for one fit the other
-PLANS = 1024  # then all are forgotten; each new prompt length makes one
-ARENAS = 4096  # addresses whose arguments a plan keeps
-# Arguments of Triton's launcher before the kernel's own: grid (3), stream, function, packed metadata, what hooks are
-# told, hooks before and after
+ALIGNMENT = 512  # alignment of temporary tensors in bytes, as in PyTorch, so that kernels compiled for one fit both
+PLANS = 1024  # maximum plans, then all are dropped; each new prompt length adds one
+ARENAS = 4096  # arena addresses for which a plan keeps arguments
+# Arguments of Triton's launcher in front of the kernel's own: grid (3), stream, function, packed metadata, hook
+# metadata, enter and exit hooks.
 LEAD, STREAM = 9, 3
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """An address as a plan knows it.
+    """An address relative to a tensor of the call.
 
     Attributes:
-        base: number of a tensor: first the call's inputs, then its results, then the room for its temporary tensors.
-        offset: bytes behind its start.
-        dtype: of what lies there.
+        base: index of the tensor: the call's inputs, then its results, then the buffer for temporary tensors.
+        offset: bytes after the tensor's start.
+        dtype: dtype of the data.
     """
 
     base: int
@@ -47,15 +47,15 @@ class Pointer:
 
 
 class Bound(NamedTuple):
-    """A launch over one arena.
+    """A launch bound to one arena.
 
     Attributes:
-        direct: it by the driver, if that can be. places: where each call fills in an address: number of the `direct`'s
-            argument, of the tensor, and bytes behind its start.
-        run: Triton's launcher of the kernel, which takes `arguments`.
-        watched: the same as a call of the kernel, which tells profilers; it takes the kernel's own arguments.
-        arguments: `LEAD` of the launcher's, then the kernel's own with the arena's addresses; anything where the stream
-            belongs, and a `Pointer` where another tensor's address does.
+        direct: launch through the driver, or None.
+        places: addresses to fill in per call: `(argument index, tensor index, bytes after its start)`.
+        run: Triton's launcher of the kernel, called with `arguments`.
+        watched: the kernel's call, which notifies profilers, called with the kernel's own arguments.
+        arguments: `LEAD` launcher arguments, then the kernel's own, with addresses in the arena filled in. The stream
+            is a placeholder; other tensors' addresses are `Pointer`s.
     """
 
     direct: Direct | None
@@ -66,14 +66,14 @@ class Bound(NamedTuple):
 
 
 class OverArena(NamedTuple):
-    """A plan's launches over one arena, and the addresses that all of them have filled in, or none."""
+    """Launches of a plan over one arena, and the addresses that all of them currently hold, or an empty list."""
 
     launches: list[Bound]
     filled: list[int]
 
 
 class Result(NamedTuple):
-    """Shape of a tensor that a call returns."""
+    """Size, stride and dtype of a tensor that a call returns."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -81,23 +81,25 @@ class Result(NamedTuple):
 
 
 class Unplannable(Exception):
-    """A call that no plan can repeat, with the reason."""
+    """A call that no plan can repeat; the message has the reason."""
 
 
 class Plan:
     """The launches of calls of one shape.
 
     Args:
-        launches: in order. results: what the call returns. temporary: bytes of the tensors that it needs meanwhile.
+        launches: launches in order.
+        results: tensors that the call returns.
+        temporary: bytes of its temporary tensors.
     """
 
     def __init__(self, launches: list[Launch], results: list[Result], temporary: int):
         self.launches, self.results, self.temporary = launches, results, temporary
-        self._bound: dict[int, OverArena] = {}  # by the address of an arena
+        self._bound: dict[int, OverArena] = {}  # by arena address
 
     def run(self, inputs: Sequence[torch.Tensor | None], addresses: list[int]) -> list[torch.Tensor]:
-        """Launch everything for these inputs at these addresses; that of the first, the arena, stays from call to
-        call."""
+        """Launch everything for these inputs at these addresses. The first input, the arena, keeps its address between
+        calls."""
         assert inputs[0] is not None
         device = inputs[0].device
         results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in self.results]
@@ -108,7 +110,7 @@ class Plan:
         addresses = [*addresses, *[x.data_ptr() for x in (*results, room)]]
         if torch.cuda.current_device() == device.index:
             self._launch(addresses, _current_stream()(device.index))
-        else:  # Triton launches on the current device, whatever the tensors' own is
+        else:  # Triton launches on the current device, not on the tensors' device
             with torch.cuda.device(device):
                 self._launch(addresses, _current_stream()(device.index))
         return results
@@ -120,7 +122,7 @@ class Plan:
                 self._bound.clear()
             bound = self._bound[addresses[0]] = OverArena([_bind(x, addresses[0]) for x in self.launches], [])
         watched, filled = _watched(), bound.filled
-        again = filled == addresses  # PyTorch's allocator gives a layer's calls the same memory, as a rule
+        again = filled == addresses  # PyTorch's allocator usually reuses the same memory
         if not again:
             filled.clear()
         for one in bound.launches:
@@ -131,13 +133,13 @@ class Plan:
                 slots = one.direct.slots
                 for slot, base, offset in one.places:
                     slots[slot] = addresses[base] + offset
-            if one.direct(stream):  # Triton's launcher makes a context in threads without one, and names errors
+            if one.direct(stream):  # on an error, Triton's launcher creates a missing context or names the error
                 _by_triton(one, addresses, stream)
         if not (again or watched):
             filled.extend(addresses)
 
     def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
-        """The same in Triton's interpreter, whose pointers are tensors."""
+        """Launch in Triton's interpreter, whose pointers are tensors."""
 
         def tensor(pointer: Pointer) -> torch.Tensor:
             return _at(tensors[pointer.base], pointer)
@@ -148,7 +150,7 @@ class Plan:
 
 @cache
 def _current_stream() -> Callable[[int], int]:
-    """Triton's function that gives the current stream of a GPU."""
+    """Return Triton's function for the current stream of a GPU."""
     from triton.runtime import driver
 
     return driver.active.get_current_stream
@@ -156,25 +158,25 @@ def _current_stream() -> Callable[[int], int]:
 
 @cache
 def _triton() -> Any:
-    """Triton's settings of launches, the hooks of profilers among them."""
+    """Return Triton's launch settings, including profiler hooks."""
     from triton import knobs
 
     return knobs.runtime
 
 
 def _watched() -> bool:
-    """Whether a profiler listens to launches. If none does, what Triton would prepare for it is left out."""
+    """Return whether a profiler listens to launches. Without one, launches skip the work for its hooks."""
     before, behind = _triton().launch_enter_hook, _triton().launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(behind, "calls", behind))
 
 
 def _bind(one: Launch, arena: int) -> Bound:
-    """A launch with the addresses in the arena that begins at `arena` filled in."""
+    """Return a launch with all addresses in the arena at `arena` filled in."""
 
     def fixed(pointer: Pointer) -> Any:
         return pointer if pointer.base else arena + pointer.offset
 
-    kernel, run = one.kernel, one.kernel.run  # which loads it, where nothing has yet
+    kernel, run = one.kernel, one.kernel.run  # `kernel.run` loads the kernel if needed
     own = _mapped(torch.Tensor.data_ptr, _mapped(fixed, one.arguments), torch.Tensor)
     taken = list(flat(kernel.src.signature.values(), own))
     places = [(i, x.base, x.offset) for i, (_, x) in enumerate(taken) if isinstance(x, Pointer)]
@@ -183,7 +185,7 @@ def _bind(one: Launch, arena: int) -> Bound:
 
 
 def _by_triton(one: Bound, addresses: list[int], stream: int, watched: bool = False) -> None:
-    """A launch by Triton's launcher, whom profilers watch."""
+    """Launch with Triton's launcher, which profilers can watch."""
     filled = list(_mapped(lambda x: addresses[x.base] + x.offset, one.arguments))
     filled[STREAM] = stream
     if watched:
@@ -193,7 +195,7 @@ def _by_triton(one: Bound, addresses: list[int], stream: int, watched: bool = Fa
 
 
 def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
-    """A tensor of one number where `pointer` points."""
+    """Return a one-element tensor at the address of `pointer`."""
     assert base is not None
     start = base.storage_offset() * base.itemsize + pointer.offset
     found = torch.empty(0, dtype=pointer.dtype, device=base.device)
@@ -201,7 +203,7 @@ def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
 
 
 def _mapped(change: Callable[[Any], Any], value: Any, kind: type = Pointer) -> Any:
-    """`value` with each `kind` in it changed; arguments may be tuples of tuples, named or not."""
+    """Apply `change` to each `kind` inside `value`, through nested plain and named tuples."""
     if isinstance(value, kind):
         return change(value)
     if not isinstance(value, tuple):
@@ -222,10 +224,10 @@ class Region(NamedTuple):
 def _plan(
     recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor], arenas: int = 1
 ) -> Plan:
-    """The plan of a recorded call, whose first inputs are `arenas`.
+    """Return the plan of a recorded call, whose first `arenas` inputs are arenas.
 
     Raises:
-        Unplannable: it did more than allocate and launch, or an argument belongs to none of its tensors.
+        Unplannable: if the call did more than allocate and launch, or an argument belongs to none of its tensors.
     """
     if recorder.foreign is not None:
         raise Unplannable(f"it calls {recorder.foreign}")
@@ -242,7 +244,7 @@ def _plan(
 
 
 def _allocated(recorder: Recorder, results: Sequence[torch.Tensor], inputs: int) -> tuple[list[Region], int]:
-    """Regions of what a call allocated, and bytes of the room that all but its results take together.
+    """Return the regions that a call allocated, and the bytes that all of them but its results take together.
 
     Bases are `inputs` inputs, then the results, then the room.
     """
@@ -260,11 +262,11 @@ def _allocated(recorder: Recorder, results: Sequence[torch.Tensor], inputs: int)
 
 
 def _pointer(regions: Sequence[Region], value: torch.Tensor) -> Pointer | torch.Tensor:
-    """Where a tensor argument lies in the regions of its call; a constant stays as it is."""
+    """Find the region of a tensor argument. Constants stay tensors."""
     if id(value) in CONSTANTS:
         return value
     if not value.numel():
-        return Pointer(0, 0, value.dtype)  # read by nobody
+        return Pointer(0, 0, value.dtype)  # empty, never read
     address = value.data_ptr()
     for start, size, base, offset in regions:
         if start <= address < start + size:
@@ -282,16 +284,17 @@ def planned(
     *arguments: Any,
     arenas: int = 1,
 ) -> Sequence[torch.Tensor]:
-    """Results of `compute(*arguments)`: launched from the plan of an earlier call, if there is one.
+    """Return the results of `compute(*arguments)`, launched from the plan of an earlier call if there is one.
 
     Args:
-        key: all that the launches depend on, but for addresses: shapes, strides, dtypes, device, settings.
-        inputs: the tensors that `compute` reads and writes. The first, the layer's arena, keeps its address.
-        arenas: how many of the first inputs are memory of which kernels take views.
-        compute: does nothing on the device but allocate and `launch`; if it does more, each call computes anew.
+        key: everything that the launches depend on, apart from addresses: shapes, strides, dtypes, device, settings.
+        inputs: tensors that `compute` reads and writes. The first, the layer's arena, keeps its address.
+        compute: must only allocate and `launch` on the device; otherwise every call computes again.
+        arguments: arguments of `compute`.
+        arenas: number of leading inputs that kernels access through views.
     """
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    key = key, tuple([x % 16 for x in addresses])  # kernels are compiled for aligned loads
+    key = key, tuple([x % 16 for x in addresses])  # compiled kernels assume alignment
     plan = _plans.get(key)
     if plan is not None:
         return plan.run(inputs, addresses)

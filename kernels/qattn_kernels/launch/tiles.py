@@ -1,10 +1,11 @@
-"""Which tiles a launch gets: the first configuration of a table that a program of the GPU has shared memory for.
+"""Choose tiles: the first configuration of a table whose shared memory fits the GPU.
 
-A table (`tuned/*.json`) lists configurations for each family of kernels and head dim: the fastest first, then those
-that need less memory. Each family has a formula for the bytes that a configuration needs, and the choice comes before
-the launch. `tests/kernels/test_other_gpus.py` compiles kernels for other GPUs and compares. A new family adds its lists
-to the table and its formula here. The file of another GPU holds what was measured there: the lists of `DEFAULT` follow.
-"""
+A table (`tuned/*.json`) lists configurations per kernel family and head dimension: the fastest first, then smaller
+ones. Each family has a formula for the bytes of a configuration, so the choice precedes the launch.
+`tests/kernels/test_other_gpus.py` compares the formula with kernels compiled for other GPUs.
+
+To add a family, add its lists to the table and its formula here. The file of another GPU holds its own measurements,
+followed by the lists of `DEFAULT`."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ from qattn_kernels.chip import DEFAULT, KIB, Chip
 from qattn_kernels.launch.constants import PrefillSizes, power_of_two
 from qattn_kernels.launch.tuned import Prefill, read, tuned_for
 
-SLOT = 4  # bytes of what a slot has beside its key and value: a bias, a scale, the inverse of one, a position
-ALIGNED = KIB  # bytes at most that go to alignment
+SLOT = 4  # bytes of each extra number of a slot: bias, scale, inverse scale, position
+ALIGNED = KIB  # maximum bytes lost to alignment
 
 
 @lru_cache
 def prefill_tiles(chip: Chip, kind: str, dim: int) -> tuple[Prefill, ...]:
-    """The configurations of a prefill on a GPU, in the order in which they are tried.
+    """Return the prefill configurations for a GPU, in the order to try.
 
     Args:
-        kind: as in `tuned.Tuned.prefill`. dim: the larger head dim of keys and values.
+        chip: the GPU.
+        kind: as in `tuned.Tuned.prefill`.
+        dim: the larger head dimension of keys and values.
     """
     default, key = read(DEFAULT), (kind, power_of_two(max(dim, 64)))
     assert default is not None
@@ -33,10 +36,10 @@ def prefill_tiles(chip: Chip, kind: str, dim: int) -> tuple[Prefill, ...]:
 
 
 def first_that_fits(tiles: tuple[Prefill, ...], needs: Callable[[Prefill], int], chip: Chip) -> Prefill:
-    """The first of `tiles` whose bytes of shared memory, `needs(tile)`, a program of the GPU can have.
+    """Return the first of `tiles` whose shared memory `needs(tile)`, in bytes, fits a program of the GPU.
 
     Raises:
-        ValueError: none fits; `layer.support` refuses such layers before.
+        ValueError: if none fits; `layer.support` refuses such layers earlier.
     """
     found = next((one for one in tiles if needs(one) <= chip.block), None)
     if found is None:
@@ -46,10 +49,12 @@ def first_that_fits(tiles: tuple[Prefill, ...], needs: Callable[[Prefill], int],
 
 
 def prefill_bytes(size: PrefillSizes, width: int, chip: Chip) -> int:
-    """Bytes of shared memory, at most, that a program of the prefill kernel takes on a GPU.
+    """Return an upper bound of the shared memory, in bytes, of a prefill program.
 
     Args:
-        width: bytes of a number of the queries, and of keys and values without codes.
+        size: compile-time constants of the kernel.
+        width: bytes of a number of queries, and of unquantized keys and values.
+        chip: the GPU.
     """
     k, v = 1 if size.K_INT8 else width, 1 if size.V_INT8 or size.V_FP8 else width
     queries = size.BM * size.DP * k
@@ -58,9 +63,10 @@ def prefill_bytes(size: PrefillSizes, width: int, chip: Chip) -> int:
     def loop(slots: int) -> int:
         keys, values = slots * size.DP * k, slots * size.DVP * v
         flying = (size.STAGES - 1) * slots * beside
-        if chip.wgmma:  # which reads the tile of a turn where it was loaded to
+        if chip.wgmma:  # wgmma reads a tile where it was loaded
             return flying + size.STAGES * (keys + values)
-        # elsewhere operands go to registers: weights, and what was not in flight, pass through shared memory
+        # Other GPUs read operands from registers. Weights, and operands that were not in flight, pass through shared
+        # memory.
         weights = size.BM * slots * v
         return flying + weights + ((size.STAGES - 1) * (keys + values) or max(keys, values))
 

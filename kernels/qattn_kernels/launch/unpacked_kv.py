@@ -1,4 +1,4 @@
-"""What a prefill kernel sees: keys and values of past and new tokens in one uniform, unpacked form, for one call."""
+"""Input of a prefill kernel: keys and values of past and new tokens in one uniform, unpacked form, for one call."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ import torch
 
 
 class UnpackedKV(NamedTuple):
-    """Slots `N` are those of the arenas: the token at row position `p >= open_start` lies in slot
-    `closed * block + p - open_start`, the packed past before it.
+    """Unpacked keys and values with `N` slots per head, in the order of the arenas.
 
-    `k`: INT8 `[B, Hkv, N, Dk]` with fp32 `k_scale` `[B, Hkv, N]` if the call multiplies codes, else the model's dtype
-    with None.
-    `v`: INT8 TRANSPOSED `[B, Hkv, Dv, N]` with fp32 `v_scale` `[B, Hkv, N]`, or the model's dtype `[B, Hkv, N, Dv]`.
-    `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
-    `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: the fields of a `layout.Row`, and behind them
-    `ROW_OVERFLOW`. Slots past a row's end hold anything but NaN, with bias -inf, as far as the append covers them;
-    behind that nothing was written, so a row's end says what may be read.
+    The token at row position `p >= open_start` is in slot `closed * block + p - open_start`; the packed past precedes
+    it. Slots after a row's end hold any number but NaN, with bias -inf, as far as the append writes. Later slots are
+    uninitialised, so readers stop at the row's end.
 
-    What `ops.prefill.coded` makes codes of may have fewer slots than `bias`, where none beyond is seen, and any strides
-    but the last: a cache's own tensors (`step/stock_cache.py`).
+    A side that `ops.prefill.coded` quantizes may have fewer slots than `bias`, if no later slot is visible. It may have
+    any strides but the last. This allows a cache's own tensors (`step/stock_cache.py`).
 
-    What `ops.prefill.coded` adds: `v` in E4M3 `[B, Hkv, Dv, N]` with fp32 `v_channel` `[B, Hkv, Dv]` instead of token
-    scales, around `v_mean` like it; int32 `clean` `[B * Hkv]`, the first masked slot; `k` around `k_mean`
-    `[B, Hkv, Dk]`, which smoothed keys have too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
-    or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
-
-    `factors`: of values with scales, the `ops.prefill.value_factors.Factors`, plain, where they are worked out before
-    the prefill.
+    Attributes:
+        k: INT8 `[B, Hkv, N, Dk]` if the call multiplies codes, else the model's dtype.
+        k_scale: fp32 `[B, Hkv, N]`, or None for unquantized keys.
+        v: INT8 transposed `[B, Hkv, Dv, N]`, or the model's dtype `[B, Hkv, N, Dv]`. E4M3 `[B, Hkv, Dv, N]` with
+            `v_channel`.
+        v_scale: fp32 `[B, Hkv, N]` for INT8 values, else None.
+        bias: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for empty and masked slots.
+        pos: int32 `[B, N]`, row positions.
+        rows: int32 `[B, ROW_FIELDS]`, fields of a `layout.Row`, then `ROW_OVERFLOW`.
+        v_channel, v_mean: fp32 `[B, Hkv, Dv]`, channel scales and mean of FP8 values (from `ops.prefill.coded`).
+        clean: int32 `[B * Hkv]`, first masked slot (from `ops.prefill.coded`).
+        k_mean: `[B, Hkv, Dk]`, mean subtracted from keys, by `ops.prefill.coded` or a smoothed format.
+        q_mean: `[B, Hq, n, Dk]`, mean of all queries (n = 1) or of each block.
+        shift: `[B, Hq, n, N]`, scores of `q_mean`.
+        factors: a plain `ops.prefill.value_factors.Factors`, if computed before the prefill.
     """
 
     k: torch.Tensor
@@ -48,8 +51,7 @@ class UnpackedKV(NamedTuple):
 
 
 class UnpackedTensors(NamedTuple):
-    """What kernels that unpack keys and values take of an `UnpackedKV`, in its shapes; any tensor stands for scales
-    that it has not."""
+    """The fields of an `UnpackedKV` that unpacking kernels write. Missing scales are placeholders."""
 
     k: Any
     k_scale: Any
@@ -60,8 +62,10 @@ class UnpackedTensors(NamedTuple):
 
 
 def tensors(unpacked: UnpackedKV) -> tuple:
-    """The `UnpackedTensors` of an `UnpackedKV`, plain: Triton takes longer over a named tuple. Where it has no scales
-    its bias stands, which kernels leave alone."""
+    """Return the `UnpackedTensors` of an `UnpackedKV` as a plain tuple.
+
+    Triton processes a plain tuple faster than a named one. The bias replaces missing scales; kernels do not touch
+    those."""
     k_scale = unpacked.bias if unpacked.k_scale is None else unpacked.k_scale
     v_scale = unpacked.bias if unpacked.v_scale is None else unpacked.v_scale
     return unpacked.k, k_scale, unpacked.v, v_scale, unpacked.bias, unpacked.pos

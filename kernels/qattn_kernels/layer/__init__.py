@@ -1,1 +1,1 @@
-"""What a layer is made of: its settings as text, its state tensors, what kernels know of them."""
+"""Parts of a layer: settings as text, state tensors, and the limits of kernels."""

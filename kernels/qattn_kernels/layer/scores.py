@@ -1,4 +1,4 @@
-"""What a model asks of the scores of its attention."""
+"""Settings of a model's attention scores."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class Scores(NamedTuple):
-    """What a model asks of the scores.
+    """Settings of a model's attention scores.
 
     Attributes:
-        scale: of `q . k`, usually `1 / sqrt(D)`.
-        softcap: `cap * tanh(score / cap)`; 0 is none.
-        window: a query sees only this many tokens, itself included; 0 is all. `-n`: those of its chunk, which begins at
-            a multiple of `n` positions.
-        sinks: fp32 `[Hq]`, a learned logit a head that takes weight and gives no value; or None.
+        scale: factor of `q . k`, usually `1 / sqrt(D)`.
+        softcap: cap in `cap * tanh(score / cap)`; 0 for none.
+        window: number of tokens that a query sees, itself included; 0 for all. `-n`: the tokens of its chunk, which
+            starts at a multiple of `n` positions.
+        sinks: fp32 `[Hq]`, a learned logit per head that adds weight but no value, or None.
     """
 
     scale: float

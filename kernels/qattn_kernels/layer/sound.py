@@ -1,4 +1,4 @@
-"""Whether the numbers of a layer's state could come from calls: kernels index memory by them and ask nothing."""
+"""Validate the numbers of a layer's state. Kernels index memory with them unchecked."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ MOST_COLUMNS = 2**30  # row positions are int32, and kernels add the tokens of a
 
 
 def unsound(state: State, layout: Layout, columns: int) -> str | None:
-    """What of a state cannot come from calls of so many columns in all; None where everything can.
+    """Return which number of a state cannot come from calls of `columns` columns in total, or None.
 
-    Codes, scales, masks of tokens and statistics are not judged: any bits of them are numbers and index nothing.
+    Codes, scales, token masks and statistics pass unchecked: any bits are valid, and none of them is an index.
 
     Args:
-        state: the layer's tensors on a CPU, of any content.
-        layout: its sizes and formats, which the tensors have.
+        state: the layer's tensors on a CPU, with any content.
+        layout: sizes and formats of the tensors.
+        columns: columns of all calls, padding included.
     """
     return next((said for said, wrong in _faults(state, *layout, columns) if wrong), None)
 
 
 def slots_used(state: State, block: int) -> int:
-    """Slots that the fullest row uses, those lost in short blocks included."""
+    """Return the slots that the fullest row uses, including unused slots of short blocks."""
     return int((state["closed"] * block + state["length"] - state["open_start"]).max())
 
 
@@ -62,7 +63,7 @@ def _faults(state: State, geo: Geometry, spec: LayerSpec, columns: int) -> Itera
 
 
 def within(x: torch.Tensor, low: int, high: int) -> bool:
-    """Whether all numbers are `low` to `high`."""
+    """Return whether all numbers are from `low` to `high`."""
     return bool(((x >= low) & (x <= high)).all())
 
 
@@ -71,7 +72,8 @@ def _between(x: torch.Tensor, high: torch.Tensor) -> bool:
 
 
 def _in_order(state: State, closed: torch.Tensor, start: torch.Tensor, block: int) -> bool:
-    """Whether each closed block has tokens and begins where the one before ends, the last where open tokens begin."""
+    """Return whether every closed block has tokens and starts at the end of its predecessor, and the last ends at
+    `start`."""
     pos, size = state["block_pos"].long(), state["block_len"].long()
     is_closed = torch.arange(pos.shape[1], device=pos.device) < closed[:, None]
     after = torch.cat([pos[:, 1:], pos.new_zeros(len(pos), 1)], 1)
@@ -81,7 +83,7 @@ def _in_order(state: State, closed: torch.Tensor, start: torch.Tensor, block: in
 
 
 def _sinks_there(table: State, length: torch.Tensor, closed: torch.Tensor, block: int) -> bool:
-    """Whether each entry of the table of sinks is a token of a closed block, and free places hold zeros."""
+    """Return whether each entry of the sink table is a token of a closed block, and free entries are zeros."""
     born, pos, slot = (table[name].long() for name in ("born", "pos", "slot"))
     most, taken = closed[:, None, None], born > 0
     times = all(_between(table[name], most) for name in ("born", "evicted", "written"))

@@ -1,4 +1,4 @@
-"""What a layer stores and how it computes: frozen, hashable, and written as text so that an operator can carry it."""
+"""Storage and arithmetic of a layer: frozen, hashable, and encodable as text for operators."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ SHORT_CALL = 32  # calls of at most this many tokens append first and read the c
 
 @dataclass(frozen=True)
 class Compute:
-    """Arithmetic of the attention over what is stored.
+    """Arithmetic of the attention over stored tokens.
 
     Attributes:
         prefill, decode: `int8` (products of 8-bit integers) or `model` (floating point over the dequantized format).
-        pv: the product with values where the one with keys is `int8`: that too, `model`, or in a prefill `e4m3` or
-            `e5m2`: weights and values in FP8, values with a scale a channel of all that the call sees.
+        pv: the product with values, if the product with keys is `int8`: `int8` or `model`. A prefill also takes `e4m3`
+            or `e5m2`: weights and values in FP8, values with one scale per channel over all visible tokens.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
-        p_scale: INT8 weights of a prefill have a scale a query and tile (`row`), or one that `block_q` queries share
-            (`tile`, TurboAttention's).
-        q_scale: what shares the INT8 scale of queries in a prefill: `block` of `block_q`, or as `granularity` says.
-        k_scale: what shares the scale of keys that have no codes, in a prefill: as `granularity` says.
-        smooth_k: from keys that have no codes a prefill subtracts the mean of all that the call sees.
-        smooth_q: from queries a prefill subtracts the mean of all (`tensor`) or of `QUERY_BLOCK` (`block`); or `none`.
-        smooth_v: from values in FP8 a prefill subtracts the mean of all that the call sees.
+        sas_threshold: SAS gives weight 0 to scores below the maximum plus this, in natural log units.
+        p_scale: scale of a prefill's INT8 weights: one per query and tile (`row`), or one per `block_q` queries
+            (`tile`, as in TurboAttention).
+        block_q: queries per block in a prefill.
+        q_scale: queries that share an INT8 scale in a prefill: `block` (of `block_q`), or as in `granularity`.
+        k_scale: keys that share a scale in a prefill, if the format does not quantize them: as in `granularity`.
+        smooth_k: a prefill subtracts the mean of all visible keys from unquantized keys.
+        smooth_q: a prefill subtracts the mean of all queries (`tensor`) or of each `QUERY_BLOCK` (`block`); or `none`.
+        smooth_v: a prefill subtracts the mean of all visible values from FP8 values.
         decode_levels: largest INT8 code of queries in a decode.
-        qk_levels, pv_levels: largest INT8 code of queries in a prefill and of weights, and of keys and values that
-            have no codes.
-        round_sum: row sums are of the rounded INT8 weights, not of what they were rounded from.
-        rotate: `hadamard` rotates queries and keys before anything else (`ops/rotate`), `none` does not.
+        qk_levels: largest INT8 code in a prefill of queries, and of keys that the format does not quantize.
+        pv_levels: largest INT8 code of weights, and of values that the format does not quantize.
+        round_sum: row sums use the rounded INT8 weights instead of the unrounded ones.
+        rotate: `hadamard` rotates queries and keys first (`ops/rotate`); `none` does not.
         rotate_v: `hadamard` rotates values, and the output back; `none` does not.
-        equalize: before they are rotated, keys are multiplied by one constant a channel, the state's `k.equalizer`, and
+        equalize: before rotation, keys are multiplied by one constant per channel, the state's `k.equalizer`, and
             queries by its inverse.
     """
 
@@ -64,15 +66,20 @@ class Compute:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Sparse V: a decode skips values whose weight is below `tau`, up to a dropped mass of `budget` a row: the output
-    moves by at most `budget * max|V|`. `tau = 0` is off, a `budget` of infinity the paper's. Row sums keep all weights.
+    """Sparse V: a decode skips values with weights below `tau`, up to a dropped mass of `budget` per row.
 
-    The reference judges every weight by the final row sum. A kernel judges whole blocks while it reads them, never the
-    ring or sinks: it skips one if for all queries of the program its largest weight is below `tau` of a row sum, that
-    of the program's part of the context so far and of the context's first block (or of the sinks), and what the part
-    drops stays within the budget of its own row sum and of a share of that block's. Sums only grow, so no weight above
-    `tau` is skipped and the mass stays within the budget; but a kernel skips less than the threshold allows.
-    """
+    The output moves by at most `budget * max|V|`. `tau = 0` turns it off; an infinite `budget` is the paper's setting.
+    Row sums keep all weights.
+
+    The reference compares every weight with the final row sum. A kernel judges whole blocks while it reads them, and
+    never the ring or sinks. It skips a block if two conditions hold for all queries of the program. The row sum there
+    covers the program's part so far and the context's first block (or the sinks).
+
+    - The block's largest weight is below `tau` of that row sum.
+    - The part's dropped mass stays within the budget of the part's row sum plus a share of the first block's sum.
+
+    Sums only grow, so no weight above `tau` is skipped and the mass stays within the budget. A kernel skips less than
+    the threshold allows."""
 
     tau: float = 0.0
     budget: float = 1e-4
@@ -80,12 +87,10 @@ class Sparsity:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The four choices of one layer: format of K and of V, window with its sink pool, compute, sparsity; and who
-    computes it: `impl` is `reference` or `triton`.
+    """Choices of one layer: formats of K and V, window, compute, sparsity, sink pool, and `impl`.
 
-    `latent`: of multi-head latent attention, one KV head whose V is the latent and whose K is the RoPE part. Keys are
-    the two together, latent first, and products are in floating point.
-    """
+    `impl`: `reference` or `triton`. `latent`: multi-head latent attention with one KV head, whose V is the latent and
+    whose K is the RoPE part. Attention keys are both concatenated, latent first, and products are in floating point."""
 
     k: Format
     v: Format
@@ -97,7 +102,7 @@ class LayerSpec:
     latent: bool = False
 
     def encode(self) -> str:
-        """One line of JSON that `decode_spec` reads back: operators take text where they cannot take objects."""
+        """Return the spec as one line of JSON, the inverse of `decode_spec`. Operators take text instead of objects."""
 
         def plain(part: Any) -> Any:
             if not dataclasses.is_dataclass(part):
@@ -118,7 +123,7 @@ def _format(settings: dict[str, Any]) -> Format:
 
 @lru_cache(maxsize=1024)
 def decode_spec(text: str) -> LayerSpec:
-    """The layer that `LayerSpec.encode` wrote as `text`."""
+    """Return the layer that `LayerSpec.encode` wrote as `text`."""
     parts = json.loads(text)
     return LayerSpec(
         k=_format(parts["k"]),

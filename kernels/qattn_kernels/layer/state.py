@@ -11,20 +11,20 @@ from qattn_kernels.layout import Geometry, State, TensorSpec
 
 
 def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
-    """The bookkeeping tensors that every layer has, whatever its formats.
+    """Return the bookkeeping tensors that every layer has, with any format.
 
-    Of each row:
+    For each row:
     - `length`: real tokens. `closed`: closed blocks. `open_start`: row position of the first open token.
-    - `origin`: row position where the present run of full blocks began, which crops behind the horizon move; `longest`:
-      the largest length since then. `ring_from`: oldest row position that the ring is known to hold, unless the ring's
-      size says a later one.
-    - `overflow`: tokens that did not fit the capacity and were not written, where the caller could not ask before.
+    - `origin`: row position where the current run of full blocks began; crops beyond the horizon move it.
+    - `longest`: largest length from that event on.
+    - `ring_from`: oldest row position known to be in the ring, unless the ring's size implies a later one.
+    - `overflow`: tokens that did not fit the capacity and were dropped, if the caller could not check before.
     - `block_pos`, `block_len`: first row position and tokens of each closed block.
-    - `dropped`: one bit a token slot, set where its score is masked. `nonfinite`: how many tokens were not finite.
-    - with sparse V the counters of `SkipCounts`.
+    - `dropped`: one bit per token slot, set where its score is masked. `nonfinite`: count of non-finite tokens.
+    - with sparse V, the counters of `SkipCounts`.
 
-    Of all rows together: `columns_seen`: columns of all calls, padding included. `padded`: columns up to the end of the
-    last padding.
+    For all rows: `columns_seen`: columns of all calls, padding included. `padded`: columns up to the end of the last
+    padding.
     """
     i32, i64, u8 = torch.int32, torch.int64, torch.uint8
     names = ("length", "closed", "open_start", "origin", "longest", "ring_from", "overflow")
@@ -37,13 +37,14 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 
 def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
-    """The table of a layer's sinks, `[B, Hkv, entries]` each (`ops.sink_pool.table`); a free place holds zeros.
+    """Return the tensors of a layer's sink table, `[B, Hkv, entries]` each (`ops.sink_pool.table`).
 
-    The sinks' keys and values are `k.sink` and `v.sink`.
-    - `sink.pos`: row position. `sink.slot`: the slot of the arenas that the token would have.
-    - `sink.born`, `sink.evicted`, `sink.written`: how many blocks were closed when the token entered the pool, when it
-      left it for the window of evicted sinks, and when it left that too, to be read from its block's codes.
-    - `sink.norm`: magnitude of the key, by which sinks compete; fp64, so that no order of summing decides.
+    Free entries are zeros. The sinks' keys and values are `k.sink` and `v.sink`.
+    - `sink.pos`: row position. `sink.slot`: slot of the token in the arenas.
+    - `sink.born`: closed blocks when the token entered the pool.
+    - `sink.evicted`: closed blocks when it moved to the window of evicted sinks.
+    - `sink.written`: closed blocks when it left the window, to be read from its block.
+    - `sink.norm`: magnitude of the key, by which sinks compete; fp64, so that summation order does not matter.
     """
     shape = (geo.batch, geo.heads, spec.sink_pool.entries(spec.window))
     tensors = {f"sink.{name}": TensorSpec(shape, torch.int32) for name in ("pos", "slot", "born", "evicted", "written")}
@@ -51,10 +52,9 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 
 def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
-    """All state tensors of a layer by name, in the order in which operators take them.
+    """Return all state tensors of a layer by name, in the order in which operators take them.
 
-    `k.equalizer`: what channels of keys are multiplied by before they are rotated, and behind it those of queries.
-    """
+    `k.equalizer` `[2, Hkv, D]`: factors of key channels before rotation, then those of query channels."""
     tensors = row_tensors(geo, spec)
     for side, fmt, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
         found = fmt.tensors(geo, spec.window, dim)
@@ -75,12 +75,14 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 
 def needs_constants(spec: LayerSpec) -> bool:
-    """Whether a layer has state tensors that no call writes, since they are its model's: shares of errors
-    (`formats.traits.compensates`) or `k.equalizer`."""
+    """Return whether a layer has state tensors that hold constants of its model, which calls never write.
+
+    These are shares of errors (`formats.traits.compensates`) and `k.equalizer`."""
     return spec.compute.equalize or compensates(spec.k)
 
 
 def side_of(state: State, side: str) -> State:
-    """The tensors of the format of one `side`, `k` or `v`: `k.codes` becomes `codes`. No copies: writing to them writes
-    to the state."""
+    """Return the tensors of the format of one `side`, `k` or `v`, without prefix: `k.codes` becomes `codes`.
+
+    The tensors are shared with the state, so writing to them writes to the state."""
     return {name.removeprefix(f"{side}."): t for name, t in state.items() if name.startswith(f"{side}.")}

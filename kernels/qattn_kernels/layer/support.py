@@ -1,4 +1,4 @@
-"""What the Triton kernels can compute; everything else is the reference's."""
+"""Limits of the Triton kernels. The reference computes all other layers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
+BLOCKS = (64, 128)  # and 32, for formats without integer products over half tiles
 FP8_CAPABILITY = (8, 9)
-# Latent attention: channels of the latent and of the RoPE part, and the most numbers of a block of latents
+# Latent attention: channels of the latent and of the RoPE part, and the maximum numbers in a block of latents
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (16, 32, 64, 128)
 LATENT_BLOCK = 64 * 512
 # KiB of shared memory that a program needs in any dtype, with the smallest tiles of `launch/tuned/`: by the largest
-# head dim, and by the channels of a latent
+# head dimension, and by the channels of a latent
 LEAST_SHARED = {128: 64, 256: 99}
 LATENT_SHARED = {128: 64, 512: 227}
 
 
 def no_triton(device_type: str) -> str | None:
-    """Why Triton cannot run on devices of this type here, or None. Its interpreter runs on a CPU if the environment
-    says `TRITON_INTERPRET=1`."""
+    """Return why Triton cannot run on devices of this type, or None.
+
+    Its interpreter runs on a CPU with `TRITON_INTERPRET=1` in the environment."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
@@ -37,7 +38,7 @@ def no_triton(device_type: str) -> str | None:
 
 
 def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | None:
-    """Why the kernels cannot compute a layer of this spec and these sizes, or None."""
+    """Return why the kernels cannot compute a layer with this spec and these sizes, or None."""
     if spec.latent:
         return _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
@@ -68,8 +69,9 @@ def _reference_only(spec: LayerSpec) -> str | None:
 
 
 def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
-    """Why this GPU has too little shared memory for kernels of so many channels, or None. A Hopper GPU stands for the
-    interpreter."""
+    """Return why this GPU has too little shared memory for kernels with `channels` channels, or None.
+
+    The interpreter counts as a Hopper GPU."""
     least, have = next(kib for most, kib in table.items() if channels <= most), chip_of(_device()).block // KIB
     if have >= least:
         return None
@@ -78,12 +80,12 @@ def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
 
 
 def _device() -> torch.device:
-    """The GPU in use, or where there is none the CPU."""
+    """Return the GPU in use, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> str | None:
-    """Why the kernels of latent attention (MLA) cannot compute a layer, whatever its formats, or None."""
+    """Return why the kernels of latent attention (MLA) cannot compute a layer with any format, or None."""
     for dim, dims, what in ((latent, LATENT_DIMS, "latents"), (rope, ROPE_DIMS, "RoPE parts")):
         if dim not in dims:
             return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
@@ -99,8 +101,9 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
 
 
 def _no_fp8(spec: LayerSpec) -> str | None:
-    """Why this GPU cannot compute a spec with FP8, which came with compute capability 8.9, or None. The interpreter
-    can."""
+    """Return why this GPU cannot compute a spec with FP8, which needs compute capability 8.9, or None.
+
+    The interpreter can."""
     fp8 = spec.compute.prefill == "int8" and spec.compute.pv == "e4m3"
     major, minor = chip_of(_device()).capability
     if not (fp8 or spec.k.core.fp8 or spec.v.core.fp8) or (major, minor) >= FP8_CAPABILITY:
@@ -110,7 +113,7 @@ def _no_fp8(spec: LayerSpec) -> str | None:
 
 
 def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:
-    """Why the kernels cannot take the blocks, or the format of K or of V, or None."""
+    """Return why the kernels cannot take the block size, or the format of K or V, or None."""
     blocks = BLOCKS if spec.k.integer or spec.v.integer else (32, *BLOCKS)
     if spec.window.block not in blocks:
         return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, blocks))}"
@@ -127,15 +130,14 @@ def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:
 
 @cache
 def _has_kernels(name: str) -> bool:
-    """Whether there are kernels for a format: looked up once, since every layer of every new cache asks."""
+    """Return whether a format has kernels. Cached, because every layer of every new cache asks."""
     return importlib.util.find_spec(f"qattn_kernels.formats.{name}.jit") is not None
 
 
 def _unsupported_product(spec: LayerSpec, side: str, fmt: Format) -> str | None:
-    """Why kernels cannot multiply the codes of one side with what a call makes of queries or weights, or None.
+    """Return why kernels cannot multiply the codes of one side with queries or weights, or None.
 
-    A prefill makes codes where a format has none.
-    """
+    A prefill quantizes sides that the format does not."""
     compute = spec.compute
     int8 = "int8" in (compute.prefill, compute.decode)
     if compute.decode == "int8" and not fmt.coded and (side == "k" or compute.pv == "int8"):

@@ -1,1 +1,1 @@
-"""Attention in plain PyTorch: the specification of what kernels compute; and each paper's own, in `papers/`."""
+"""Attention in plain PyTorch: the specification of the kernels, and each paper's algorithm in `papers/`."""

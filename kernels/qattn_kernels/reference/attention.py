@@ -1,8 +1,8 @@
 """Attention over tiles of stored tokens with an online softmax: the arithmetic that prefill and decode share.
 
-A tile is a block of keys and values in the form of its format. Each stored token says which queries see it, so packed
-blocks, the ring and new tokens need no cases here. All heads, queries and tiles are computed at once; the papers'
-algorithms stand in `reference/papers/`, each as a loop over tiles in the paper's symbols, with the same numbers.
+A tile is a block of keys and values in the form of its format. Each stored token records which queries see it, so
+packed blocks, the ring and new tokens need no special cases. All heads, queries and tiles are computed at once.
+`reference/papers/` has the papers' algorithms, each as a loop over tiles in the paper's symbols, with the same numbers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from qattn_kernels.reference.tiles import Tiles, visible
 
 
 class Attended(NamedTuple):
-    """What a call's attention gives.
+    """Attention output of a call.
 
     Attributes:
-        out: fp32 `[B, Hq, T, Dv]`; NaN for a query that is not finite, zeros for one that sees no token.
-        lse: fp32 log-sum-exp `[B, Hq, T]`: -inf for a query that sees no token, that of a query of zeros for one that
-            is not finite.
-        skip_counts: what sparse V skipped; None where it is off.
+        out: fp32 `[B, Hq, T, Dv]`; NaN for a non-finite query, zeros for one that sees no token.
+        lse: fp32 log-sum-exp `[B, Hq, T]`; -inf for a query that sees no token. A non-finite query counts as a zero
+            query.
+        skip_counts: counters of sparse V, or None if it is off.
     """
 
     out: torch.Tensor
@@ -38,14 +38,14 @@ class Attended(NamedTuple):
 
 
 class _Arithmetic(NamedTuple):
-    """Which of the forms that a `Compute` can ask for a call takes.
+    """Variants of the arithmetic that a call uses, from its `Compute`.
 
     Attributes:
         int8_values: weights are rounded to INT8 and multiplied with INT8 values.
-        fp8_values: weights are rounded to FP8; the values were before (`operands`).
-        tile: INT8 weights of `block_q` queries share a scale in each tile; else every query has its own there.
-        running: weights are taken against the running maximum of the tiles so far, in order, since what is cut (SAS),
-            what a scale is shared with (`tile`) and what is too small (FP8) depend on it; else against the tile's own.
+        fp8_values: weights are rounded to FP8; values already are (`operands`).
+        tile: INT8 weights of `block_q` queries share a scale in each tile; otherwise each query has its own.
+        running: weights are relative to the running maximum of the tiles so far, in order; otherwise to the tile's own.
+            SAS cuts, shared scales (`tile`) and FP8 underflow depend on that maximum.
     """
 
     int8_values: bool
@@ -61,15 +61,14 @@ def _arithmetic(compute: Compute, prefill: bool) -> _Arithmetic:
 
 
 def _integers(x: Operand, levels: int) -> Operand:
-    """`x` itself if it has codes, else its INT8 codes up to `levels` with a scale a token."""
+    """Return `x` if it is quantized, else its INT8 codes up to `levels` with one scale per token."""
     return x if x.scale is not None else int8_tokens(x.x.float(), levels)
 
 
 def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tensor:
-    """Scores fp32 `[B, Hkv, G, T, n, block]` of each query and token, soft-capped, not masked.
+    """Return scores fp32 `[B, Hkv, G, T, n, block]` of each query and token, soft-capped, not masked.
 
-    Means that smoothing subtracted from queries and keys before they were quantized are added back.
-    """
+    Adds back the means that smoothing subtracted from queries and keys."""
     heads = tiles.k.x.shape[1]
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -79,9 +78,10 @@ def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tens
         s = product(q.exact, tiles.k.dequantize())
     else:
         k = _integers(tiles.k, levels)
-        s = product(q.coded.x.float(), k.x.float())  # sums of 8-bit products are exact in fp32 up to D = 1024
+        s = product(q.coded.x.float(), k.x.float())  # 8-bit products sum exactly in fp32 up to D = 1024
         s = s * q.coded.scales.unflatten(1, (heads, -1))[..., None, None] * k.scales[:, :, None, None]
-        # in fp64: rounded from there they do not depend on the shape of the call, on which rounded weights would
+        # fp64: rounded from there, scores do not depend on the call's shape. Otherwise rounded weights would depend on
+        # it too.
         if q.mean is not None and tiles.k_exact is not None:
             s = s + product(q.mean.double(), tiles.k_exact.double()).float()
         if k.mean is not None:
@@ -90,12 +90,11 @@ def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tens
 
 
 def _rounded(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> Operand:
-    """INT8 weights `[B, Hkv, G, T, n, block]` with fp32 scales `[B, Hkv, G, T, n]`.
+    """Return INT8 weights `[B, Hkv, G, T, n, block]` with fp32 scales `[B, Hkv, G, T, n]`.
 
-    A value's token scale is multiplied into its weight, then the weights of a query in a tile are divided by their
-    maximum / `levels` and rounded; with `tile_rows` > 1 so many queries of a head share that maximum (the tile of
-    TurboAttention's Algorithm 1).
-    """
+    A value's token scale multiplies its weight. The weights of a query in a tile are then divided by their maximum /
+    `levels` and rounded. With `tile_rows` > 1, that many queries of a head share the maximum (the tile of
+    TurboAttention's Algorithm 1)."""
     w = p * v.scales[:, :, None, None]
     top = w.amax(-1)
     if tile_rows > 1:
@@ -107,16 +106,18 @@ def _rounded(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> Operan
 
 
 def _rounded_sums(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> torch.Tensor:
-    """Row sums `[B, Hkv, G, T, n]` of the rounded weights (INT-FlashAttention); the weight of a value of zeros, which
-    has no scale, counts as it was before it was rounded."""
+    """Return row sums `[B, Hkv, G, T, n]` of the rounded weights (INT-FlashAttention).
+
+    A zero value has no scale, and its weight counts unrounded."""
     scale = v.scales[:, :, None, None]
     weights = _rounded(p, v, levels, tile_rows).dequantize() / torch.where(scale == 0, 1.0, scale)
     return torch.where(scale == 0, p, weights).sum(-1)
 
 
 def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, levels: int, tile_rows: int) -> torch.Tensor:
-    """`sum_k p v` of each tile, fp32 `[B, Hkv, G, T, n, Dv]`, of weights `p` `[B, Hkv, G, T, n, block]`; with `int8` of
-    the weights that `_rounded` makes of them."""
+    """Return `sum_k p v` of each tile, fp32 `[B, Hkv, G, T, n, Dv]`, for weights `p` `[B, Hkv, G, T, n, block]`.
+
+    With `int8`, weights are rounded by `_rounded`."""
     if not int8:
         return torch.einsum("bhgtnk,bhnkd->bhgtnd", p, v.dequantize())
     weights = _rounded(p, v, levels, tile_rows)
@@ -124,8 +125,10 @@ def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, levels: int, tile_
 
 
 def _skip(weight: torch.Tensor, sparsity: Sparsity) -> torch.Tensor:
-    """Sparse V: of final weights `[B, Hkv, G, T, n, block]` those below `tau`, in order, while what they drop stays
-    within the budget. Kernels, which do not know the final row sum yet, skip fewer: see `Sparsity`."""
+    """Return which final weights `[B, Hkv, G, T, n, block]` sparse V skips.
+
+    It skips weights below `tau` in order, while the dropped mass stays within the budget. Kernels do not know the final
+    row sum yet and skip fewer, see `Sparsity`."""
     flat = weight.flatten(-2)
     small = (flat < sparsity.tau) & (flat > 0)
     dropped = torch.where(small, flat, 0.0).cumsum(-1)
@@ -141,12 +144,11 @@ def attend(
     sparsity: Sparsity,
     prefill: bool,
 ) -> Attended:
-    """Attention of queries at row positions `q_pos` `[B, T]`, negative for padding, over tiles, in fp32.
+    """Compute the attention of queries at row positions `q_pos` `[B, T]`, negative for padding, over tiles, in fp32.
 
-    Each tile has weights, row sums and products of its own (`_Arithmetic.running` says against which maximum), which
-    exact exponentials merge. Row sums, and with them the log-sum-exp, are of the weights before they are rounded, or
-    of the rounded ones where `compute.round_sum` says so. Sparse V acts in a decode alone.
-    """
+    Each tile has separate weights, row sums and products, relative to the maximum of `_Arithmetic.running`, which exact
+    exponentials merge. Row sums, and thus the log-sum-exp, use unrounded weights, or rounded ones with
+    `compute.round_sum`. Sparse V acts in a decode only."""
     how, levels = _arithmetic(compute, prefill), compute.pv_levels
     tile_rows = compute.block_q if how.tile else 1
     v = _integers(tiles.v, levels) if how.int8_values else tiles.v._replace(mean=None)
@@ -154,14 +156,15 @@ def attend(
     see = visible(tiles, q_pos, scores.window)[:, :, None]
     s = _scores(q, tiles, scores, compute.qk_levels).masked_fill(~see, -torch.inf)
 
-    # the online softmax: maximum, weights and row sum of each tile `[B, Hkv, G, T, n]`
+    # online softmax: maximum, weights and row sum of each tile `[B, Hkv, G, T, n]`
     top = s.amax(-1)
     top = top.cummax(-1).values if how.running else top
     p = s - torch.where(top.isneginf(), 0.0, top)[..., None]
     p = sas_exp(p, compute.sas_threshold) if compute.softmax == "sas" else torch.exp(p)
     sums = _rounded_sums(p, v, levels, tile_rows) if how.int8_values and compute.round_sum else p.sum(-1)
 
-    # the last maximum and row sum `[B, Hkv, G, T]`, and what rescales each tile to them; a sink is a score, no value
+    # final maximum and row sum `[B, Hkv, G, T]`, and the factor that rescales each tile to them; a learned sink adds
+    # weight but no value
     last = top.amax(-1)
     sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, group, 1)
     last = last if sinks is None else torch.maximum(last, sinks)
@@ -181,7 +184,7 @@ def attend(
         p = rounded(p * largest, compute.pv) / largest
     out = (_weighted_values(p, v, how.int8_values, levels, tile_rows) * rescale[..., None]).sum(-2)
     out = out / torch.where(total == 0, 1.0, total)[..., None]
-    if tiles.v.mean is not None:  # what smoothing subtracted, once
+    if tiles.v.mean is not None:  # add back the mean that smoothing subtracted
         out = torch.where(total[..., None] == 0, 0.0, out + tiles.v.mean[:, :, None, None, 0, 0])
     broken = q.broken & (q_pos >= 0)[:, None]
     out = out.flatten(1, 2).masked_fill(broken[..., None], torch.nan)

@@ -1,7 +1,7 @@
-"""Operands of a prefill, quantized for one call where a cache has no codes for them: SageAttention2 over any cache.
+"""Operands of a prefill, quantized for one call if the cache does not quantize them: SageAttention2 over any cache.
 
-Keys less their mean in INT8 or INT4, with a scale a group of tokens (sections 3.2 and 3.3); values in FP8 with a scale
-a channel (section 3.5). Plain PyTorch, the specification; `papers/sage_attention.py` is the whole algorithm.
+Keys minus their mean become INT8 or INT4 with one scale per group of tokens (sections 3.2 and 3.3). Values become FP8
+with one scale per channel (section 3.5). This is the specification; `papers/sage_attention.py` has the whole algorithm.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def fp8_values(compute: Compute) -> bool:
-    """Whether a prefill with this `Compute` multiplies weights and values in FP8."""
+    """Return whether a prefill with this `Compute` multiplies weights and values in FP8."""
     return compute.prefill == "int8" and compute.pv in FP8
 
 
 def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """fp32 `x`, none beyond the largest number of the FP8 format `kind` (`e4m3`, `e5m2`), rounded to that format."""
+    """Round fp32 `x`, within the range of the FP8 format `kind` (`e4m3`, `e5m2`), to that format."""
     return x.to(FP8[kind]).float()
 
 
 def operands(tiles: Tiles, spec: LayerSpec) -> Tiles:
-    """`tiles` of all that a call sees, with codes where `spec.compute` multiplies codes and the formats have none.
+    """Quantize the `tiles` that a call sees, if `spec.compute` multiplies codes and the format has none.
 
-    Smoothed keys keep their mean as `k.mean`, and as `k_exact` what is left of them before it is quantized.
-    """
+    Smoothed keys keep their mean as `k.mean`, and the unquantized remainder as `k_exact`."""
     compute = spec.compute
     if compute.prefill != "int8":
         return tiles
@@ -48,18 +47,18 @@ def operands(tiles: Tiles, spec: LayerSpec) -> Tiles:
 
 
 def masked_mean(x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Mean `[B, H, 1, 1, D]` of the tokens `[B, H, n, block, D]` that are `visible`.
+    """Return the mean `[B, H, 1, 1, D]` of the `visible` tokens of `[B, H, n, block, D]`.
 
-    Summed in fp64: rounded from there a mean does not depend on the order of its sum, so that a padded row has the
-    codes of the row alone.
-    """
+    Summed in fp64, so that the rounded mean does not depend on summation order. A padded row then has the same codes as
+    the row alone."""
     count = visible.sum((2, 3), keepdim=True).clamp(min=1)
     return (torch.where(visible, x, 0.0).double().sum((2, 3), keepdim=True) / count).float()
 
 
 def quantize_keys(x: torch.Tensor, compute: Compute) -> Operand:
-    """Symmetric INT8 codes up to `compute.qk_levels` of keys `[B, H, n, block, D]`, with a scale a group of tokens as
-    `compute.k_scale` says."""
+    """Quantize keys `[B, H, n, block, D]` to symmetric INT8 codes up to `compute.qk_levels`.
+
+    Tokens share scales as `compute.k_scale` says."""
     top = x.abs().amax(-1)
     if compute.k_scale == "tensor":
         top = top.amax((-1, -2), keepdim=True).expand(top.shape)
@@ -72,10 +71,10 @@ def quantize_keys(x: torch.Tensor, compute: Compute) -> Operand:
 
 
 def channel_values(x: torch.Tensor, visible: torch.Tensor, compute: Compute) -> Operand:
-    """Values `[B, H, n, block, D]` rounded to FP8 with a scale a channel of all that the call sees, and dequantized.
+    """Round values `[B, H, n, block, D]` to FP8 with one scale per channel, and dequantize them.
 
-    With `compute.smooth_v` their mean is subtracted before and kept apart, as `Operand.mean`.
-    """
+    A scale covers all visible tokens. With `compute.smooth_v`, their mean is subtracted first and returned as
+    `Operand.mean`."""
     mean = masked_mean(x, visible) if compute.smooth_v else torch.zeros_like(x[:, :, :1, :1])
     centered = torch.where(visible, x - mean, 0.0)
     largest = torch.finfo(FP8[compute.pv]).max

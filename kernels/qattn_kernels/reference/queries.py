@@ -1,4 +1,4 @@
-"""Queries quantized to INT8 for products with integer keys, in decode and prefill; plain PyTorch, the specification."""
+"""Quantize queries to INT8 for products with integer keys, in decode and prefill. Plain PyTorch, the specification."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class Queries(NamedTuple):
     """Queries of a call.
 
     Attributes:
-        exact: fp32 `[B, Hq, T, D]`, the softmax scale in them; zeros for padding.
-        coded: INT8 codes of `exact`, or of `exact - mean`, with a scale a token; None where no product is of integers.
-        broken: bool `[B, Hq, T]`, queries that are not finite. They stand as zeros, so that they enter no scale or mean
-            of others, and their own output is NaN.
-        mean: fp32 `[B, Hq, T, D]`, what smoothing subtracted before quantization; None where it is off.
+        exact: fp32 `[B, Hq, T, D]`, multiplied by the softmax scale; zeros for padding.
+        coded: INT8 codes of `exact`, or of `exact - mean`, with one scale per token; None without integer products.
+        broken: bool `[B, Hq, T]`, non-finite queries. They count as zeros in scales and means, and their output is NaN.
+        mean: fp32 `[B, Hq, T, D]`, mean that smoothing subtracted before quantization; None without smoothing.
     """
 
     exact: torch.Tensor
@@ -29,21 +28,22 @@ class Queries(NamedTuple):
     mean: torch.Tensor | None = None
 
     def part(self, start: int, end: int) -> Queries:
-        """The queries from `start` to before `end`."""
+        """Return the queries from `start` to `end` (exclusive)."""
         coded = None if self.coded is None else self.coded.map(lambda x: x[:, :, start:end])
         mean = None if self.mean is None else self.mean[:, :, start:end]
         return Queries(self.exact[:, :, start:end], coded, self.broken[:, :, start:end], mean)
 
 
 def _finite(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Queries.exact` and `Queries.broken` of `q` `[B, Hq, T, D]`."""
+    """Return `Queries.exact` and `Queries.broken` of `q` `[B, Hq, T, D]`."""
     broken = ~q.isfinite().all(-1)
     return torch.where(broken[..., None], 0.0, q.float() * scale), broken
 
 
 def short_queries(q: torch.Tensor, scale: float, compute: Compute) -> Queries:
-    """Queries `[B, Hq, T, D]` of a decode: each has an INT8 scale of its own, and none is smoothed, since one alone is
-    its own mean."""
+    """Return the queries `[B, Hq, T, D]` of a decode, each with a separate INT8 scale.
+
+    A decode does not smooth queries: a single query equals its mean."""
     exact, broken = _finite(q, scale)
     return Queries(exact, int8_tokens(exact, compute.decode_levels) if compute.decode == "int8" else None, broken)
 
@@ -51,11 +51,14 @@ def short_queries(q: torch.Tensor, scale: float, compute: Compute) -> Queries:
 def long_queries(
     q: torch.Tensor, scale: float, compute: Compute, real: torch.Tensor, mean: torch.Tensor | None = None
 ) -> Queries:
-    """Queries of a prefill, smoothed and quantized as `compute` says.
+    """Return the queries of a prefill, smoothed and quantized as `compute` says.
 
     Args:
-        q: `[B, Hq, T, D]`. real: bool `[B, T]`, false after the last query of a row.
-        mean: fp32 `[B, Hq, 1, D]`, what smoothing subtracts in place of the mean of these queries.
+        q: `[B, Hq, T, D]`.
+        scale: softmax scale.
+        compute: the layer's arithmetic.
+        real: bool `[B, T]`, false after the last query of a row.
+        mean: fp32 `[B, Hq, 1, D]`, mean to subtract instead of the mean of these queries.
     """
     exact, broken = _finite(q, scale)
     exact = torch.where(real[:, None, :, None], exact, 0.0)  # padding must not raise a scale
@@ -68,11 +71,10 @@ def long_queries(
 
 
 def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor | None:
-    """Means that smoothing subtracts from queries `[B, Hq, T, D]`: fp32 of the same shape, for each query the mean of
-    all real ones of its head (`smooth` is `tensor`), or of its `QUERY_BLOCK` (`block`); None for `none`.
+    """Return the means, fp32 `[B, Hq, T, D]`, that smoothing subtracts from each query, or None for `none`.
 
-    Rounded from fp64, so that it does not depend on the order of the sum.
-    """
+    With `tensor`, the mean of all real queries of the head; with `block`, that of the query's `QUERY_BLOCK`. Rounded
+    from fp64, so that summation order does not matter."""
     if smooth == "none":
         return None
     size = q.shape[2] if smooth == "tensor" else QUERY_BLOCK
@@ -84,8 +86,9 @@ def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor
 
 
 def quantize_queries(q: torch.Tensor, compute: Compute) -> Operand:
-    """Symmetric INT8 codes up to `compute.qk_levels` of queries `[B, Hq, T, D]`, with the scales that `compute.q_scale`
-    says; a scale that a group shares is repeated for each of its queries."""
+    """Quantize queries `[B, Hq, T, D]` to symmetric INT8 codes up to `compute.qk_levels`.
+
+    Queries share scales as `compute.q_scale` says. A shared scale is repeated for each query of its group."""
     own = int8_tokens(q, compute.qk_levels)
     if compute.q_scale == "token":
         return own

@@ -1,4 +1,4 @@
-"""Which queries of a call are computed together: those of tokens, and those of the padding after them."""
+"""Split the queries of a call into parts that are computed together: tokens, and the padding after them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class QueryPart(NamedTuple):
 
     Attributes:
         q: `[B, Hq, T, D]`, the part's queries first in each row.
-        pos: int32 `[B, T]` row positions, negative after the part's last query.
-        span: int32 `[B, 2]`, the first column of the part and its count of columns.
-        ahead: an upper bound of the call's tokens before the part's first query.
+        pos: int32 `[B, T]`, row positions, negative after the part's last query.
+        span: int32 `[B, 2]`, first column of the part and its count of columns.
+        ahead: upper bound of the call's tokens before the part's first query.
     """
 
     q: torch.Tensor
@@ -28,20 +28,21 @@ class QueryPart(NamedTuple):
 
 
 def query_parts(q: torch.Tensor, span: torch.Tensor, length: torch.Tensor) -> list[QueryPart]:
-    """The parts of a call, that of tokens first. Padding before a row's first token is in none.
+    """Return the parts of a call, tokens first. Padding before a row's first token is in no part.
 
-    Padding after a row's tokens sees all of them. It has the row position that a token in its column would have, so
-    that a window hides the same from both. A call of one column computes no padding: no later token reads that column.
+    Padding after a row's tokens sees all of them. It has the row position of a token in its column, so that a window
+    hides the same tokens from both. A call of one column skips padding, because no later token reads that column.
 
     Args:
-        q: `[B, Hq, T, D]`, columns as the model made them.
-        span: int32 `[B, 2]`, first real column and count of each row. length: int32 `[B]`, tokens before the call.
+        q: `[B, Hq, T, D]`, columns in the model's order.
+        span: int32 `[B, 2]`, first real column and count of each row.
+        length: int32 `[B]`, tokens before the call.
     """
     columns = q.shape[2]
     end = span.sum(1)
     after = torch.stack([end, columns - end], 1).int()
     spans = [(span, 0)]
-    # only on a CPU are counts at hand: to ask elsewhere would wait for the device
+    # check the counts on a CPU only: on a GPU that would wait for the device
     if columns > 1 and (span.device.type != "cpu" or bool((end < columns).any())):
         spans.append((after, columns))
     t, start = torch.arange(columns, device=q.device), (length - span[:, 0])[:, None]
@@ -54,8 +55,9 @@ def query_parts(q: torch.Tensor, span: torch.Tensor, length: torch.Tensor) -> li
 def in_columns(
     parts: Sequence[QueryPart], results: Sequence[Attended], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of all parts where the call has their columns: outputs `[B, Hq, T, Dv]` in `dtype` and fp32 log-sum-exp
-    `[B, Hq, T]`, zeros in columns of no part."""
+    """Return the results of all parts in the call's column order.
+
+    Outputs are `[B, Hq, T, Dv]` in `dtype`, log-sum-exp fp32 `[B, Hq, T]`. Columns of no part have zeros."""
     outs = [columns_back(x.out.to(dtype), part.span) for part, x in zip(parts, results, strict=True)]
     lses = [columns_back(x.lse[..., None], part.span)[..., 0] for part, x in zip(parts, results, strict=True)]
     return sum(outs[1:], outs[0]), sum(lses[1:], lses[0])

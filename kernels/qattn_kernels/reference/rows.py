@@ -1,8 +1,7 @@
-"""Rows of a cache: where the tokens of a call stand, and the open span, the open and new tokens that every call works
-on.
+"""Rows of a cache: where the tokens of a call are, and the open span that every call works on.
 
-Open tokens are those whose block is not closed yet. They stand in the ring, or in a format without one in the arena.
-"""
+Open tokens are those whose block is not closed yet. They are in the ring, or in the arena for a format without a ring.
+The open span is a row's open tokens plus the call's new tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +16,20 @@ from qattn_kernels.layout import State, Window
 
 
 class OpenSpan(NamedTuple):
-    """The open span of each row: its tokens that are open before a call, and the call's new ones, cut into blocks.
+    """Open span of each row: its open tokens before a call, then the call's new tokens, cut into blocks.
 
     Block `j` of the open span is block `closed + j` of the arenas.
 
     Attributes:
         pos: `[B, n, block]`, row positions.
         valid: bool `[B, n, block]`, false past the row's end.
-        keep: bool `[B, H, n, block]`, false past the row's end and for masked tokens: those that are not finite.
-        k, v: keys and values in the form that they have in the ring, `[B, H, n, block, D]`.
+        keep: bool `[B, H, n, block]`, false past the row's end and for masked (non-finite) tokens.
+        k, v: keys and values in the form of the ring, `[B, H, n, block, D]`.
         closed: `[B]`, closed blocks before the call.
-        closing: `[B]`, blocks of the open span that the call closes, its first ones.
+        closing: `[B]`, number of leading blocks that the call closes.
         chosen: bool `[B, H, n, block]`, tokens that the sink pool took.
-        given: attention mass that each token's query gave the open ones (`ops.sink_pool.mass`); None unless the pool
-            selects by it.
+        given: attention weights that each token's query gave the open tokens (`ops.sink_pool.mass`); None unless the
+            pool selects by them.
     """
 
     pos: torch.Tensor
@@ -45,71 +44,73 @@ class OpenSpan(NamedTuple):
 
 
 def open_span_blocks(window: Window, tokens: int) -> int:
-    """How many blocks an open span has: room for the most tokens a row can have open, and for `tokens` new ones."""
+    """Return the number of blocks in an open span: room for the maximum open tokens of a row, and for `tokens` new
+    ones."""
     return -(-(window.span - 1 + window.residual + tokens) // window.block)
 
 
 def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Tokens `index` `[B, n]` of `x` `[B, H, N, D]`: `[B, H, n, D]`."""
+    """Return tokens `index` `[B, n]` of `x` `[B, H, N, D]`: `[B, H, n, D]`."""
     return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def pick_each(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Tokens `index` `[B, H, n]`, other ones for each head, of `x` `[B, H, N, D]`: `[B, H, n, D]`."""
+    """Return tokens `index` `[B, H, n]`, different ones per head, of `x` `[B, H, N, D]`: `[B, H, n, D]`."""
     return x.gather(2, index.long()[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
 def real_first(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
-    """`x` `[B, H, T, D]` with the real columns of each row moved to the front; `span` `[B, 2]` says how many columns of
-    padding a row begins with, and how many real ones follow."""
+    """Move the real columns of each row of `x` `[B, H, T, D]` to the front.
+
+    `span` `[B, 2]`: leading padding columns of a row, and the number of real columns after them."""
     tokens = torch.arange(x.shape[2], device=x.device)
     return pick(x, (tokens + span[:, :1]).clamp(max=x.shape[2] - 1))
 
 
 def fitting(state: State, window: Window, span: torch.Tensor) -> torch.Tensor:
-    """`span` int32 `[B, 2]` (first real column, count) with no more tokens than a row has room for."""
+    """Limit `span` int32 `[B, 2]` (first real column, count) to the tokens that a row has room for."""
     room = state["block_len"].shape[1] * window.block - state["closed"] * window.block
     room = room - state["length"] + state["open_start"]
     return torch.stack([span[:, 0], torch.minimum(span[:, 1], room)], 1).int()
 
 
 def padding_end(span: torch.Tensor, columns: int) -> torch.Tensor:
-    """How many of a call's `columns` reach to the end of its last padding, in the row where that is farthest; 0-d.
+    """Return how many of a call's `columns` reach to the end of its last padding, over all rows; 0-d.
 
-    `span` `[B, 2]`: first real column and count of each row.
-    """
+    `span` `[B, 2]`: first real column and count of each row."""
     first, count = span.unbind(1)
     return torch.where(first + count < columns, columns, first).max()
 
 
 def columns_back(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
-    """The inverse of `real_first`: the real columns of `x` `[B, H, T, D]`, which stand first in each row, moved back to
-    where `span` `[B, 2]` has them; zeros in columns of padding."""
+    """Move the leading real columns of `x` `[B, H, T, D]` back to their columns in `span` `[B, 2]`.
+
+    The inverse of `real_first`. Padding columns get zeros."""
     tokens = torch.arange(x.shape[2], device=x.device) - span[:, :1]
     real = (tokens >= 0) & (tokens < span[:, 1:])
     return torch.where(real[:, None, :, None], pick(x, tokens.clamp(0, x.shape[2] - 1)), 0)
 
 
 def bits_to_bool(bits: torch.Tensor) -> torch.Tensor:
-    """uint8 `[..., n]` to bool `[..., 8 n]`, lowest bit first."""
+    """Convert uint8 `[..., n]` to bool `[..., 8 n]`, lowest bit first."""
     return ((bits[..., None] >> torch.arange(8, device=bits.device, dtype=torch.uint8)) & 1).flatten(-2).bool()
 
 
 def bool_to_bits(flags: torch.Tensor) -> torch.Tensor:
-    """bool `[..., 8 n]` to uint8 `[..., n]`, lowest bit first: True, False, True and five False are 5."""
+    """Convert bool `[..., 8 n]` to uint8 `[..., n]`, lowest bit first: True, False, True and five False give 5."""
     weights = 2 ** torch.arange(8, device=flags.device)
     return (flags.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
 
 
 class _Places(NamedTuple):
-    """Where each token of an open span stands, all `[B, n]`.
+    """Location of each token of an open span, all `[B, n]`.
 
     Attributes:
         pos: row position.
-        slot: slot of the arenas.
-        fresh: index among the call's new tokens, where it is one.
+        slot: slot in the arenas.
+        fresh: index among the call's new tokens, for a new token.
         old: bool, open before the call.
-        new: bool, a new one. Neither: past the row's end.
+        new: bool, new in this call. Tokens past the row's end are neither.
     """
 
     pos: torch.Tensor
@@ -130,16 +131,18 @@ def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _
 
 
 def _open_tokens(fmt: Format, side: State, at: _Places, blocks: int) -> Operand:
-    """Open tokens `[B, H, n, D]` as one side's format holds them: in the ring at their row position modulo its size, or
-    without a ring in the arena at their slot."""
+    """Return the open tokens `[B, H, n, D]` of one side.
+
+    They are in the ring at their row position modulo its size, or without a ring in the arena at their slot."""
     if fmt.windowed:
         return fmt.ring(side).map(lambda x: pick(x, at.pos % x.shape[2]))
     return fmt.read(side, blocks).map(lambda x: pick(x.flatten(2, 3), at.slot))
 
 
 def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
-    """The tokens of an open span `[B, H, n, D]`: those open `before`, the new ones as they `arrived` `[B, H, T, D]`,
-    zeros past the row's end."""
+    """Return the tokens of an open span `[B, H, n, D]`: open tokens `before`, then new tokens `arrived` `[B, H, T, D]`.
+
+    Zeros past the row's end."""
 
     def join(older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
         there = torch.where(at.new[:, None, :, None], pick(newer, at.fresh), older)
@@ -150,11 +153,10 @@ def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
 
 
 def build_open_span(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor) -> OpenSpan:
-    """The open span of a call from `k`, `v` `[B, H, T, D]`, real tokens first, and `count` `[B]`.
+    """Return the open span of a call from `k`, `v` `[B, H, T, D]`, real tokens first, and `count` `[B]`.
 
-    Tokens that are not finite in K or V become zeros, are masked, and counted in the state (`nonfinite`). Formats may
-    fix scales of the row here (`Format.quantize_tokens`); nothing else of the state changes.
-    """
+    Tokens with a non-finite key or value become zeros, are masked, and are counted in the state (`nonfinite`). Formats
+    may fix scales of the row here (`Format.quantize_tokens`). The rest of the state stays unchanged."""
     window, tokens, length = spec.window, k.shape[2], state["length"]
     at = _places(state, window, tokens, count)
     real = torch.arange(tokens, device=k.device) < count[:, None]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-POLY = (0.9996, -0.9922, 0.4626, -0.1025)  # of f, f^2, f^3: e^-f on [0, 1)
+POLY = (0.9996, -0.9922, 0.4626, -0.1025)  # coefficients of 1, f, f^2, f^3: e^-f on [0, 1)
 
 
 def sas_exp(x: torch.Tensor, threshold: float = -6.0) -> torch.Tensor:
-    """Approximate `exp(x)` of `x` in `[threshold, 0]`, and 0 below `threshold`; fp32 in and out.
+    """Approximate `exp(x)` for `x` in `[threshold, 0]`, and return 0 below `threshold`; fp32 in and out.
 
-    `LUT[i] * POLY(f)` with `-x = i + f`, `i` whole and `f` in [0, 1), `LUT[i] = exp(-i)`: -2.5 is `i = 2`, `f = 0.5`.
-    Within 1.04e-3 relative of the exponential. `threshold = -inf` cuts nothing.
-    """
+    `LUT[i] * POLY(f)` with `-x = i + f`, `i` whole, `f` in [0, 1), `LUT[i] = exp(-i)`. For -2.5, `i = 2` and `f = 0.5`.
+    The result is within 1.04e-3 relative of the exponential. `threshold = -inf` cuts nothing."""
     inside = (x >= threshold) & ~x.isneginf()
     x = torch.where(inside, -x, 0.0)
     whole = x.floor()

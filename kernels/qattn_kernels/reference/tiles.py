@@ -1,4 +1,4 @@
-"""Tiles: blocks of stored tokens in the form of their format, each token knowing which queries see it."""
+"""Tiles: blocks of stored tokens in the form of their format, each token with the range of queries that see it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FOREVER = 2**31 - 1  # a row position that no query reaches
 class Tiles(NamedTuple):
     """`n` tiles of stored tokens in order of their row positions.
 
-    A token may stand here twice, in the ring and in the block that closed over it: each query sees one of the copies.
+    A token may occur twice, in the ring and in its packed block. Each query sees one of the two copies.
 
     Attributes:
         k, v: keys and values `[B, Hkv, n, block, D]`.
-        pos: int32 `[B, Hkv or 1, n, block]`, the token's row position.
-        since, until: shaped like `pos`, the first and the last query position that sees this copy; `FOREVER` as `since`
-            for a slot that holds no token.
-        keep: bool `[B, Hkv, n, block]`, false for masked tokens, as those whose key or value is not finite.
-        k_exact: fp32 shaped like `k`, smoothed keys before they were quantized, for smoothed queries; else None.
+        pos: int32 `[B, Hkv or 1, n, block]`, row position of the token.
+        since, until: shaped like `pos`, first and last query position that sees this copy. `since` is `FOREVER` for an
+            empty slot.
+        keep: bool `[B, Hkv, n, block]`, false for masked tokens, such as those with a non-finite key or value.
+        k_exact: fp32 shaped like `k`, smoothed keys before quantization, for smoothed queries; else None.
     """
 
     k: Operand
@@ -38,19 +38,21 @@ class Tiles(NamedTuple):
     k_exact: torch.Tensor | None = None
 
     def first(self, n: int) -> Tiles:
-        """The first `n` tiles."""
+        """Return the first `n` tiles."""
         k, v = (side.map(lambda x: x[:, :, :n]) for side in (self.k, self.v))
         rest = (None if x is None else x[:, :, :n] for x in self[2:])
         return Tiles(k, v, *rest)  # type: ignore[arg-type]
 
     def latent(self) -> Tiles:
-        """The tiles of `LayerSpec.latent`: keys are the values, then what stands as keys, all dequantized."""
+        """Return the tiles for `LayerSpec.latent`: keys are the values followed by the stored keys, all dequantized."""
         v = self.v.dequantize()
         return self._replace(k=Operand(torch.cat([v, self.k.dequantize()], -1), None), v=Operand(v, None))
 
     def joined(self, other: Tiles) -> Tiles:
-        """These tiles, then those of `other`. Where only one side has codes, the other's numbers stand beside them as
-        codes of scale 1; where only one has a mean, the other's is zero."""
+        """Return these tiles followed by `other`.
+
+        Numbers without scales are joined to scaled ones with scale 1, and tiles without a mean to centered ones with
+        mean 0."""
 
         def cat(a: Any, b: Any, dim: int) -> Any:
             return None if a is None else torch.cat([a, b], dim)
@@ -71,10 +73,9 @@ class Tiles(NamedTuple):
 
 
 def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
-    """Which tokens each query sees, bool `[B, Hkv, T, n, block]`: causal, and of its `window` (`Scores`).
+    """Return which tokens each query sees, bool `[B, Hkv, T, n, block]`: causal, and inside its `window` (`Scores`).
 
-    `q_pos` int32 `[B, T]` are the queries' row positions, negative for padding, which sees nothing.
-    """
+    `q_pos` int32 `[B, T]`: row positions of the queries, negative for padding, which sees nothing."""
     q = q_pos[:, None, :, None, None]
     see = (tiles.since[:, :, None] <= q) & (q <= tiles.until[:, :, None]) & (q >= 0)
     if window:
@@ -83,16 +84,15 @@ def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def last_hidden(q_pos: torch.Tensor, window: int) -> torch.Tensor:
-    """The last row position before the window, or, of `-n`, before the chunk of queries at row positions `q_pos`."""
+    """Return the last row position before the window of queries at `q_pos`, or for `window = -n` before their chunk."""
     return q_pos - window if window > 0 else q_pos - q_pos % -window - 1
 
 
 def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
-    """The first `closed` `[B]` blocks of each row as tiles, dequantized as far as a product needs, seen by every query.
+    """Return the first `closed` `[B]` blocks of each row as tiles, dequantized as far as a product needs.
 
-    On a CPU, where lengths are at hand, only as many tiles as the row with most blocks has; elsewhere all of the
-    capacity, with `since = FOREVER` where a row has no block.
-    """
+    Every query sees them. On a CPU, where lengths are known, there are as many tiles as the fullest row has blocks.
+    Elsewhere there are tiles for the whole capacity, with `since = FOREVER` where a row has no block."""
     capacity = state["block_len"].shape[1]
     blocks = int(closed.max()) if closed.device.type == "cpu" else capacity
     start, length = (state[name][:, :blocks, None] for name in ("block_pos", "block_len"))

@@ -1,4 +1,4 @@
-"""One call of a layer in Triton kernels, one launch an operation; `step.reference` is the specification."""
+"""One call of a layer in Triton kernels, one launch per operation. `step.reference` is the specification."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def fused_step(
     past: int,
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new tokens, close full blocks and attend, in kernels.
+    """Write new tokens, pack full blocks and attend, in kernels.
 
-    Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode); longer ones
-    attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
-    `table`: of a short call over a pool of pages, as in `step.paged.attend_pages`.
-    """
+    Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode). Longer calls
+    attend to their own tokens as the method's prefill does. Arguments and results are those of `step.operator.attend`.
+    `table`: page table of a short call over a page pool, as in `step.paged.attend_pages`."""
     if query.shape[2] <= SHORT_CALL:
         call = rotate.inside(make_call(query, key, value, span, state, spec, scores, table))
         append(call)
@@ -53,8 +52,10 @@ def fused_step(
 
 
 def write_long(call: Call, past: int | None) -> UnpackedKV:
-    """Write the tokens of a long call and close full blocks; returns the keys and values that its queries see, the past
-    unpacked for this call. `past` None: nobody will read them, and they have no slots."""
+    """Write the tokens of a long call and pack full blocks. Returns the keys and values that its queries see, unpacked.
+
+    `past`: upper bound of the packed blocks to unpack per row. None returns zero slots, for callers that do not read
+    them."""
     unpacked = empty_unpacked(call, past)
     unpack_past(call, unpacked, past or 0)
     restore(call, unpacked, past or 0)

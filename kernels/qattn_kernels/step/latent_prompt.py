@@ -1,10 +1,9 @@
-"""A long call of latent attention (MLA) over expanded keys and values: kernels write the cache, PyTorch's SDPA attends.
+"""Long calls of latent attention (MLA) over expanded keys and values: kernels write the cache, PyTorch's SDPA attends.
 
-Absorbed keys and values of DeepSeek-V3 have 576 and 512 channels a head, expanded ones 192 and 128. A step reads the
-context once for all heads, so it is absorbed; a prompt multiplies more than it reads, and expanded it multiplies 3.4
-times fewer numbers, in SDPA's fastest kernels. Queries see what they see in `step.reference`: dequantized what is
-packed, and new tokens as the format gives them.
-"""
+In DeepSeek-V3, absorbed keys and values have 576 and 512 channels per head, expanded ones 192 and 128. A step reads the
+context once for all heads, so it runs absorbed. A prompt is bound by arithmetic: expanded, it multiplies 3.4 times
+fewer numbers, in SDPA's fastest kernels. Queries see the same tokens as in `step.reference`: packed tokens dequantized,
+and new tokens in the format's open form."""
 
 from __future__ import annotations
 
@@ -20,15 +19,18 @@ from qattn_kernels.layout import Row, State
 from qattn_kernels.ops.latent.up import UpProjections
 from qattn_kernels.step.prompt import write_and_attend
 
-MOST_MASKED = 2**31  # pairs of a query and a key in the largest mask that is made; SDPA makes numbers of them again
+MOST_MASKED = 2**31  # maximum query-key pairs in a mask; SDPA converts the mask to floating point
 
 
 def by_expansion(query: torch.Tensor, masked: int, spec: LayerSpec, scores: Scores) -> bool:
-    """Whether `attend_expanded` computes what kernels would.
+    """Return whether `attend_expanded` computes the same as the kernels.
 
     Args:
-        query: `[B, Hq, T, D]`. masked: an upper bound of the tokens that a row has after the call, for which a mask is
-            made; 0 for a first prompt without padding, which needs none.
+        query: `[B, Hq, T, D]`.
+        masked: upper bound of a row's tokens after the call, which size the mask. 0 for a first prompt without padding,
+            which needs no mask.
+        spec: the layer's formats and arithmetic.
+        scores: scale, cap, window and sinks of the scores.
     """
     plain = not scores.softcap and not scores.window and scores.sinks is None and spec.compute.softmax == "exact"
     few = query.shape[0] * query.shape[2] * masked <= MOST_MASKED
@@ -48,12 +50,15 @@ def attend_expanded(
     unpadded: bool,
     up: UpProjections,
 ) -> torch.Tensor:
-    """Write a long call of latents and attend, where `by_expansion` holds.
+    """Write a long call of latents and attend. Requires `by_expansion`.
 
     Args:
-        query: `[B, Hq, T, Dn + rope]`, not absorbed. key: RoPE parts `[B, 1, T, rope]`. value: latents `[B, 1, T, R]`.
+        query: `[B, Hq, T, Dn + rope]`, not absorbed.
+        key: RoPE parts `[B, 1, T, rope]`.
+        value: latents `[B, 1, T, R]`.
         span, state, spec, scores, past: as in `step.operator.attend`.
-        unpadded: every column of `span` is known to be real.
+        unpadded: true if every column of `span` is known to be real.
+        up: the layer's up projections.
 
     Returns:
         `[B, Hq, T, Dv]` in the query's dtype, zeros for padding before a row's first token.
@@ -61,7 +66,7 @@ def attend_expanded(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    from qattn_kernels.ops.latent.launch import prefill  # which loads Triton when it is first used
+    from qattn_kernels.ops.latent.launch import prefill  # imported here, because it loads Triton
 
     attend = _first_prompt if unpadded and past == 0 else partial(_masked, block=spec.window.block)
     with torch.cuda.device_of(query):
@@ -71,11 +76,11 @@ def attend_expanded(
             lambda unpacked: attend(query, unpacked, scores, up),
             lambda call, unpacked: up.expand(prefill(call._replace(query=up.absorb(query)), unpacked)[0]),
         )
-        return out.to(query.dtype)  # under autocast products have its dtype
+        return out.to(query.dtype)  # autocast changes the dtype of products
 
 
 def _first_prompt(query: torch.Tensor, unpacked: UnpackedKV, scores: Scores, up: UpProjections) -> torch.Tensor:
-    """Causal attention of a prompt without padding, whose token `i` lies in slot `i`."""
+    """Compute causal attention of a prompt without padding. Token `i` is in slot `i`."""
     tokens = query.shape[2]
     latent, rope = (x[:, :, :tokens] for x in _stored(unpacked, query.dtype))
     key, value = up.expand_kv(latent, rope)
@@ -83,7 +88,8 @@ def _first_prompt(query: torch.Tensor, unpacked: UnpackedKV, scores: Scores, up:
 
 
 def _masked(query: torch.Tensor, unpacked: UnpackedKV, scores: Scores, up: UpProjections, block: int) -> torch.Tensor:
-    """Attention with a mask made of the positions of queries and slots. Nothing was written behind a row's end."""
+    """Compute attention with a mask from the positions of queries and slots. Slots after a row's end are
+    uninitialised."""
     row = Row(*unpacked.rows[:, : len(Row._fields)].unbind(1))
     t = torch.arange(query.shape[2], device=query.device) - row.first[:, None]
     end = row.closed * block + row.length - row.open_start + row.count
@@ -95,11 +101,11 @@ def _masked(query: torch.Tensor, unpacked: UnpackedKV, scores: Scores, up: UpPro
     key, value = up.expand_kv(latent, rope)
     see = there[:, :, None, :] & (unpacked.pos[:, None, :] <= q_pos[:, :, None])[:, None]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=see, scale=scores.scale)
-    return out.masked_fill(~real[:, None, :, None], 0.0)  # SDPA's backends differ where a query sees nothing
+    return out.masked_fill(~real[:, None, :, None], 0.0)  # SDPA's backends disagree on queries that see nothing
 
 
 def _stored(unpacked: UnpackedKV, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents `[B, 1, N, R]` and RoPE parts `[B, 1, N, rope]`, dequantized."""
+    """Return dequantized latents `[B, 1, N, R]` and RoPE parts `[B, 1, N, rope]`."""
     latent, rope = unpacked.v, unpacked.k
     if unpacked.v_scale is not None:
         latent = (latent.mT * unpacked.v_scale[..., None]).to(dtype)

@@ -1,7 +1,7 @@
-"""The registered operators: append, close and attend in one call, the only writers of a layer's state.
+"""The registered operators: append, pack and attend in one call. Only they write a layer's state.
 
-A compiled step may change an arena by one of them alone: Inductor copies what two operators change one after another.
-"""
+A compiled step may change an arena through a single operator only. Inductor copies a tensor that two operators change
+in sequence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from qattn_kernels.step.reference import reference_step
 
 
 class CapacityError(ValueError):
-    """A call would not fit the capacity of its cache; nothing was written."""
+    """A call does not fit the capacity of its cache. Nothing was written."""
 
 
 def check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
-    """Refuse what would overflow. Elsewhere than on a CPU a step must not wait for lengths: there the caller keeps an
-    upper bound, as `QAttnLayer` does, and what went past it all the same is not written but counted (`overflow`).
-    """
+    """Raise `CapacityError` if a call would overflow. Checks on a CPU only.
+
+    On other devices a step must not wait for lengths. The caller then keeps an upper bound, as `QAttnLayer` does.
+    Tokens beyond the capacity are dropped and counted (`overflow`)."""
     if span.device.type != "cpu":
         return
     block = spec.window.block
@@ -55,20 +56,22 @@ def _attend(
     sinks: torch.Tensor | None,
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the new keys and values, close full blocks, and attend.
+    """Write the new keys and values, pack full blocks, and attend.
 
     Args:
-        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`.
-        span: int32 `[B or 1, 2]`, first real column of the new tokens and how many real ones follow.
-        arena: uint8, all state of the layer, changed in place (`layer.arena`).
-        layout: `Layout.encode()` of its sizes and of the layer's spec. blocks: of capacity.
+        query: `[B, Hq, T, D]`.
+        key, value: `[B, Hkv, T, D]`.
+        span: int32 `[B or 1, 2]`, first real column of the new tokens, and their count.
+        arena: uint8, the layer's whole state, changed in place (`layer.arena`).
+        layout: `Layout.encode()` of the layer's sizes and spec.
+        blocks: capacity in blocks.
         scale, softcap, window, sinks: see `Scores`.
-        past: an upper bound of the blocks that any row has closed before the call; the capacity always is one.
+        past: upper bound of the blocks that any row had closed before the call, for example the capacity.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`.
-        Zeros for padding before a row's first token; padding after its last one sees all of the row's tokens, and in a
-        call of one column nothing.
+        Output `[B, Hq, T, Dv]` in the query's dtype, stored as `[B, T, Hq, Dv]`, and fp32 log-sum-exp `[B, Hq, T]`.
+            Padding before a row's first token has zeros. Padding after a row's last token sees all its tokens, or
+            nothing in a call of one column.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
@@ -77,8 +80,9 @@ def _attend(
 
 
 def needs_dispatch(query: torch.Tensor) -> bool:
-    """Whether a call that is not compiled needs the operator all the same: a tensor is fake or has no data, or a
-    dispatch mode looks on."""
+    """Return whether an eager call must go through the registered operator.
+
+    True for fake tensors, tensors without data, and under a dispatch mode."""
     return type(query) is not torch.Tensor or query.is_meta or _get_current_dispatch_mode() is not None
 
 
@@ -93,9 +97,10 @@ def attend_directly(
     scores: Scores,
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` without PyTorch's dispatcher, which takes the host some microseconds a layer; arguments, results and
-    errors as there, and `scores` as one."""
-    if torch.is_grad_enabled():  # nothing here has a gradient, and state must never require one
+    """Run `attend` without PyTorch's dispatcher, which costs the host some microseconds per layer.
+
+    Arguments, results and errors are those of `attend`; `scores` bundles four of them."""
+    if torch.is_grad_enabled():  # no gradients here, and state must never require one
         with torch.no_grad():
             return attend_directly(query, key, value, span, arena, layout, blocks, scores, past)
     where = decode_layout(layout, key.shape[0], blocks)
@@ -104,7 +109,7 @@ def attend_directly(
         return _fused(query, key, value, span, arena, where, layout, scores, past)
     state = views(arena, where)
     check_capacity(state, layer, span)
-    with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
+    with torch.autocast(query.device.type, enabled=False):  # integer products sum exactly in fp32 only
         out, lse = reference_step(query, key, value, span, state, layer, scores)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
@@ -120,7 +125,9 @@ def _fused(
     scores: Scores,
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_directly` in kernels, by the launch plan of an earlier call of these shapes. `text`: of the layout."""
+    """Run `attend_directly` in kernels, with the launch plan of an earlier call of the same shapes.
+
+    `text`: the encoded layout."""
     if span.device.type == "cpu":
         check_capacity(views(arena, layout), layout.spec, span)
     tensors, (scale, softcap, window, sinks) = (query, key, value, span), scores
@@ -141,7 +148,7 @@ def compute(
     scores: Scores,
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernels of a call, as `_attend` describes it."""
+    """Launch the kernels of a call. `_attend` describes arguments and results."""
     return in_kernels(query, key, value, span, views(arena, layout), layout.spec, scores, past)
 
 
@@ -156,20 +163,22 @@ def in_kernels(
     past: int,
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`compute` with the state tensors; `table` as in `step.paged.attend_pages`."""
-    from qattn_kernels.step.kernels import fused_step  # which loads Triton when it is first used
+    """Run `compute` on the state tensors. `table` as in `step.paged.attend_pages`."""
+    from qattn_kernels.step.kernels import fused_step  # imported here: loads Triton
 
-    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
+    with torch.cuda.device_of(query):  # Triton launches on the current device, not on the tensors' device
         return fused_step(query, key, value, span, state, spec, scores, past, table)
 
 
 def _attend_and_keep(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_attend` of a compiled step, with two arguments more.
+    """Run `_attend` in a compiled step, with two more arguments.
+
+    Also returns the first `keep` bytes of the arena as they were before, for `_attend_again`.
 
     Args:
-        sliding_window: tokens of a window that has left blocks behind, which are taken from the layer first
-            (`ops.crop.front`), since such a step cannot ask whether the layer is full; 0: none.
-        keep: bytes at the arena's beginning that are returned as they were before, uint8 `[keep]`, for `_attend_again`.
+        sliding_window: tokens of a window, or 0. Blocks that left the window are dropped from the layer first
+            (`ops.crop.front`), because a compiled step cannot ask whether the layer is full.
+        keep: number of bytes to return, uint8 `[keep]`.
     """
     *call, sliding_window, keep = arguments
     key, arena, layout, blocks = call[1], call[4], call[5], call[6]
@@ -182,12 +191,13 @@ def _attend_and_keep(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _attend_again(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` with other queries to what a call has written, with one argument more. The arena is then what it was,
-    so that this operator is none that changes it.
+    """Run `_attend` with other queries over the tokens that an earlier call wrote, with one more argument.
+
+    The arena ends unchanged, so this operator is not declared to mutate it.
 
     Args:
-        before: the arena's first bytes as they were before that call (`layer.arena.rewritten_bytes`). They are put
-            back, and the same tokens are written again.
+        before: the arena's first bytes before the earlier call (`layer.arena.rewritten_bytes`). They are restored, and
+            the same tokens are written again.
     """
     *call, before = arguments
     put_back(call[4], before)
@@ -195,17 +205,19 @@ def _attend_again(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def put_back(arena: torch.Tensor, before: torch.Tensor) -> None:
-    """Put the beginning of a layer's arena back to what `beginning` gave."""
+    """Restore the beginning of a layer's arena from the output of `beginning`."""
     arena[: before.shape[0]].copy_(before)
 
 
 def _beginning(arena: torch.Tensor, n_bytes: int) -> torch.Tensor:
-    """A copy of the first bytes of a layer's arena, uint8 `[n_bytes]`. As an operator, since Inductor takes a view in
-    place of a copy that it knows, and then copies the whole arena before the operator that changes it."""
+    """Return a copy of the first bytes of a layer's arena, uint8 `[n_bytes]`.
+
+    Registered as an operator. Inductor replaces a plain copy by a view, and then copies the whole arena before the
+    operator that changes it."""
     return arena[:n_bytes].clone()
 
 
-# by hand: `torch.library.custom_op` takes several times as long for each call
+# registered by hand: `torch.library.custom_op` costs several times as much per call
 LIBRARY = torch.library.Library("qattn", "FRAGMENT")
 CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor span, Tensor{0} arena, str layout, SymInt blocks, float scale, "
@@ -214,7 +226,7 @@ CALL = (
 
 
 def _define(name: str, signature: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    """Register an operator without gradients; `shapes` are those of its results."""
+    """Register an operator without gradients. `shapes` computes the fake results."""
     LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -229,7 +241,7 @@ def _shapes(query, key, value, *others):
 
 
 RESULTS = "-> (Tensor, Tensor)"
-# arguments, results and errors: see the functions
+# the functions above document arguments, results and errors
 attend = _define("attend", f"({CALL.format('(a!)')}) {RESULTS}", _attend, _shapes)
 attend_and_keep = _define(
     "attend_and_keep",

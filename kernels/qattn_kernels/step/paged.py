@@ -1,5 +1,6 @@
-"""A short call over blocks that lie in a pool of pages, in kernels. Its specification is the operator over an arena
-into which the pages were copied."""
+"""A short call over blocks in a page pool, in kernels.
+
+The specification is the operator over an arena into which the pages were copied."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from qattn_kernels.step.operator import in_kernels
 
 
 class Pages(NamedTuple):
-    """The memory of a layer whose blocks lie in a pool.
+    """Memory of a layer whose blocks are in a page pool.
 
     Attributes:
-        blocks: uint8, the state tensors with blocks, of one row with as many blocks as there are pages. rows: uint8,
-            the others, of as many rows as there may be.
-        state: gives the state tensors of the first so many rows: views of the two.
-        name: says what lies where in them.
+        blocks: uint8, the state tensors with blocks, as one row with one block per page.
+        rows: uint8, the other state tensors, for the maximum number of rows.
+        state: function that returns the state tensors of the first `n` rows, as views of `blocks` and `rows`.
+        spec: the layer's formats and arithmetic.
+        name: text that identifies the layout of both.
     """
 
     blocks: torch.Tensor
@@ -34,8 +36,9 @@ class Pages(NamedTuple):
 
 
 def reads_pages(spec: LayerSpec, heads: int) -> bool:
-    """Whether kernels read and write the blocks of such a layer in a pool: they close one at a time, and heads have one
-    width."""
+    """Return whether kernels can use a page pool for this layer.
+
+    Requires Triton, blocks that close one at a time, and heads with one bit width."""
     one_width = all(low_kind(fmt, heads) <= Low.ALL for fmt in (spec.k, spec.v))
     return spec.impl == "triton" and spec.window.span == spec.window.block and one_width
 
@@ -49,11 +52,15 @@ def attend_pages(
     pages: Pages,
     scores: Scores,
 ) -> torch.Tensor:
-    """Write the new keys and values of at most `SHORT_CALL` tokens a row, close full blocks, and attend.
+    """Write the new keys and values of at most `SHORT_CALL` tokens per row, pack full blocks, and attend.
 
     Args:
-        query: `[R, Hq, T, D]`. key, value: `[R, Hkv, T, D]`. span: int32 `[R, 2]`, as in `step.operator.attend`.
-        table: int32 `[R, NB]`, contiguous: page of each row's blocks, those that the call begins included.
+        query: `[R, Hq, T, D]`.
+        key, value: `[R, Hkv, T, D]`.
+        span: int32 `[R, 2]`, as in `step.operator.attend`.
+        table: int32 `[R, NB]`, contiguous: page of each block of a row, including blocks that the call starts.
+        pages: memory of the layer.
+        scores: scale, cap, window and sinks of the scores.
 
     Returns:
         `[R, Hq, T, Dv]` in the query's dtype.

@@ -1,9 +1,8 @@
-"""A whole prompt in the model's precision: kernels write the cache, PyTorch's SDPA attends.
+"""A whole prompt with unquantized arithmetic (bf16/fp16): kernels write the cache, PyTorch's SDPA attends.
 
-No kernel here reaches cuDNN's attention in bf16, and for a prompt without padding, whose cache was empty, it computes
-the same: causal attention to new tokens as the model made them, where nothing is quantized before a block closes, else
-to the unpacked keys and values that the kernels leave behind.
-"""
+cuDNN's bf16 attention is faster than the kernels here. For a prompt without padding into an empty cache it computes the
+same. If the format quantizes only when a block closes, SDPA attends to the model's keys and values. Otherwise it
+attends to the unpacked keys and values that the kernels write."""
 
 from __future__ import annotations
 
@@ -24,15 +23,18 @@ from qattn_kernels.step.operator import check_capacity
 if TYPE_CHECKING:
     from qattn_kernels.launch.call import Call
 
-# Rows times squared tokens from which the time saved is more than what cuDNN takes to plan each new shape.
+# Use SDPA from this many rows x tokens^2 on: below it, cuDNN's planning of a new shape costs more than it saves.
 WORTH = 2**26
 
 
 def by_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: LayerSpec, scores: Scores) -> bool:
-    """Whether `attend_prompt` computes what kernels would, and faster.
+    """Return whether `attend_prompt` computes the same as the kernels, and faster.
 
     Args:
-        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`: a prompt without padding, of an empty cache.
+        query: `[B, Hq, T, D]`, a prompt without padding into an empty cache.
+        key, value: `[B, Hkv, T, D]`.
+        spec: the layer's formats and arithmetic.
+        scores: scale, cap, window and sinks of the scores.
     """
     exact = spec.compute.prefill == "model" and spec.compute.softmax == "exact"
     plain = not scores.softcap and not scores.window and scores.sinks is None
@@ -42,13 +44,14 @@ def by_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: L
 
 
 def sees_raw(spec: LayerSpec) -> bool:
-    """Whether such a prompt attends to keys and values as the model made them."""
+    """Return whether a prompt attends to keys and values exactly as the model produced them."""
     return spec.k.exact_prompts and spec.v.exact_prompts
 
 
 def _fast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether SDPA would take cuDNN of its own accord: other backends are no faster than kernels here, and to ask for
-    one switches it for all threads. On a CPU always, for tests."""
+    """Return whether SDPA would choose cuDNN by itself. Always true on a CPU, for tests.
+
+    Other SDPA backends are no faster than the kernels here. Forcing a backend would switch it for all threads."""
     if query.device.type == "cpu":
         return True
     choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True)
@@ -65,7 +68,7 @@ def attend_prompt(
     spec: LayerSpec,
     scores: Scores,
 ) -> torch.Tensor:
-    """Write a prompt and attend, where `by_sdpa` holds; arguments as of `step.reference.reference_step`.
+    """Write a prompt and attend. Requires `by_sdpa`; arguments are those of `step.reference.reference_step`.
 
     Returns:
         `[B, Hq, T, D]` in the query's dtype.
@@ -73,7 +76,7 @@ def attend_prompt(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    from qattn_kernels.ops.append.launch import append_long, empty_unpacked  # which loads Triton when it is first used
+    from qattn_kernels.ops.append.launch import append_long, empty_unpacked  # imported here: loads Triton
     from qattn_kernels.ops.prefill.launch import prefill
     from qattn_kernels.ops.rotate.launch import rotate, rotated_back
 
@@ -88,13 +91,13 @@ def attend_prompt(
     def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
         turned = q
         if raw:
-            state["nonfinite"].zero_()  # the cache was empty, and they are counted again
+            state["nonfinite"].zero_()  # the cache was empty, and the tokens are counted again
             append_long(call, unpacked := empty_unpacked(call, 0))
             turned, *_ = rotated(query, key, value, compute, state, rotate)
         return rotated_back(prefill(turned, unpacked, spec, scores)[0], compute)
 
     with torch.cuda.device_of(query):
-        if raw:  # as it is for SDPA, so that kernels rotate it where they are needed
+        if raw:  # SDPA reads the query unrotated; `by_kernels` rotates it if needed
             q, (k, v) = query, stored(key, value, compute, state, rotate)
         else:
             q, k, v = rotated(query, key, value, compute, state, rotate)
@@ -111,14 +114,19 @@ def write_and_attend(
     by_sdpa: Callable[[UnpackedKV], torch.Tensor],
     by_kernels: Callable[[Call, UnpackedKV], torch.Tensor],
 ) -> torch.Tensor:
-    """Write a long call by kernels, then attend to what its queries see by SDPA.
+    """Write a long call with kernels, then attend with SDPA.
 
-    SDPA gives NaN to every query behind a key or value that is not finite. While it runs the host reads whether the
-    kernels met one; then `by_kernels` attends too, which masks it.
+    SDPA returns NaN for every query after a non-finite key or value. While SDPA runs, the host reads whether the
+    kernels found one. If so, `by_kernels` attends again and masks that token.
 
     Args:
-        arguments: of `launch.call.make_call`. past: as in `step.operator.attend`; None: no one reads unpacked keys and
-            values.
+        arguments: arguments of `launch.call.make_call`.
+        past: as in `step.operator.attend`; None if no unpacked keys and values are read.
+        by_sdpa: attends over the unpacked keys and values with SDPA.
+        by_kernels: the same with kernels.
+
+    Returns:
+        The output of `by_sdpa` or `by_kernels`.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
@@ -138,7 +146,7 @@ def write_and_attend(
         written.record()
     out = by_sdpa(unpacked)
     if written is not None:
-        written.synchronize()  # long before the attention has ended
+        written.synchronize()  # the event fires long before the attention ends
     if bool(broken):
         out = by_kernels(call, unpacked)
     finish(call)

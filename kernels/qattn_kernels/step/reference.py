@@ -1,4 +1,4 @@
-"""One call of a layer in plain PyTorch, the specification of `step.kernels`."""
+"""One call of a layer in plain PyTorch: the specification of `step.kernels`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def reference_step(
     spec: LayerSpec,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new tokens, close full blocks and attend: what one call of a layer does, in order.
+    """Write new tokens, pack full blocks and attend: all operations of one call, in order.
 
-    Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode); longer ones
-    attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
+    Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode). Longer calls
+    attend to their own tokens as the method's prefill does. Arguments and results are those of `step.operator.attend`.
     """
     q, k, v = rotated(q, k, v, spec.compute, state, partial(map, rotate))
     given_span = span.expand(q.shape[0], 2)

@@ -1,7 +1,6 @@
-"""What is done with the state of a layer between its calls, for packages above: edits, and what reports read.
+"""Operations on a layer's state between its calls, for packages above: edits, and readers for reports.
 
-Each name is documented where it is defined. Triton is loaded by the first kernel that is launched.
-"""
+Each name is documented where it is defined. The first kernel launch loads Triton."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ __all__ = [
 
 
 def reorder_arena(arena: torch.Tensor, layout: str, blocks: int, rows: torch.Tensor) -> None:
-    """`reorder_tensors` by a kernel, of all state of a layer; arguments as of `ops.reorder.launch.reorder`."""
+    """Run `reorder_tensors` as a kernel on the whole state of a layer. Arguments are those of
+    `ops.reorder.launch.reorder`."""
     from qattn_kernels.ops.reorder.launch import reorder
 
     reorder(arena, layout, blocks, rows)

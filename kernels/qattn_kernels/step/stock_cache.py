@@ -1,4 +1,5 @@
-"""Prefill attention over keys and values that a stock cache holds: nothing is stored here, codes live for one call."""
+"""Prefill attention over the keys and values of a stock cache. Quantized values exist during one call and are not
+stored."""
 
 from __future__ import annotations
 
@@ -26,19 +27,23 @@ def attend_over(
     spec: LayerSpec,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of `T` new tokens over `S` columns of a cache, as `spec.compute` has a prefill.
+    """Compute causal attention of `T` new tokens over `S` columns of a cache.
+
+    The arithmetic is the prefill of `spec.compute`.
 
     Args:
-        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`, the new tokens in the columns from `offset` on.
-        key_mask: bool `[B, S]`, false for columns that hold no token; those behind the new ones count as such, and
-            those whose key or value is not finite, which would be in the scales and means of all others.
-        offset: column of the first query, one for all rows or `[B]`.
-        spec: of formats in the model's precision; `spec.impl` computes.
+        query: `[B, Hq, T, D]`.
+        key, value: `[B, Hkv, S, D]`, with the new tokens in the columns from `offset` on.
+        key_mask: bool `[B, S]`, false for columns without a token. Columns after the new tokens count as masked. So do
+            non-finite keys and values, which would spoil the scales and means of all others.
+        offset: column of the first query, an int for all rows or `[B]`.
+        spec: unquantized formats; `spec.impl` chooses reference or kernels.
+        scores: scale, cap, window and sinks of the scores.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype; fp32 log-sum-exp `[B, Hq, T]` of the true scores, what smoothing
-        subtracted added back. Zeros in both for padding before a row's first new token; padding
-        after a row's last token sees all its tokens.
+        Output `[B, Hq, T, Dv]` in the query's dtype, and fp32 log-sum-exp `[B, Hq, T]` of the true scores, without
+            smoothing. Padding before a row's first new token has zeros in both. Padding after a row's last token sees
+            all its tokens.
     """
     at = offset if isinstance(offset, torch.Tensor) else torch.full((), offset, device=query.device)
     at = at.to(query.device, torch.int32).expand(query.shape[0])
@@ -59,7 +64,8 @@ def over(
     window: int,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_over` as an operator: `offset` int32 `[B]`, `spec` encoded, the rest as in `Scores`."""
+    """Run `attend_over` as an operator. `offset` is int32 `[B]`, `spec` encoded; the other arguments are fields of
+    `Scores`."""
     layer, scores, tokens = decode_spec(spec), Scores(scale, softcap, window, sinks), query.shape[2]
     columns = torch.arange(key.shape[2], device=key.device)
     finite = torch.stack([bound(x, (1, 3)) for x in (key, value) for bound in (torch.amin, torch.amax)]).isfinite()
@@ -68,9 +74,9 @@ def over(
     if layer.impl == "triton":
         from qattn_kernels.ops.prefill.launch import prefill
 
-        with torch.cuda.device_of(query):  # as in `step.operator.attend`
+        with torch.cuda.device_of(query):  # Triton launches on the current device
             return prefill(query, _unpacked(key, value, key_mask, rows, layer), layer, scores)
-    with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
+    with torch.autocast(query.device.type, enabled=False):  # integer products sum exactly in fp32 only
         return _reference(query, key, value, key_mask, rows, layer, scores)
 
 
@@ -82,11 +88,10 @@ def _(query, key, value, key_mask, offset, spec, scale, softcap, window, sinks):
 
 
 def _rows(key_mask: torch.Tensor, offset: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`UnpackedKV.rows` of a stock cache, whose columns are slots: int32 `[B, ROW_FIELDS]`.
+    """Return `UnpackedKV.rows` of a stock cache, int32 `[B, ROW_FIELDS]`; the cache's columns are its slots.
 
-    A row's past reaches to its first real query. Padding between real tokens is computed like them, since its keys
-    alone matter to others.
-    """
+    A row's past ends at its first real query. Padding between real tokens is computed like a token, because only its
+    keys matter to others."""
     columns = offset[:, None].long() + torch.arange(tokens, device=offset.device)
     new = key_mask.gather(1, columns).int()
     first = new.argmax(1)
@@ -99,10 +104,9 @@ def _rows(key_mask: torch.Tensor, offset: torch.Tensor, tokens: int) -> torch.Te
 def _unpacked(
     key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor, rows: torch.Tensor, spec: LayerSpec
 ) -> UnpackedKV:
-    """Keys and values of a stock cache as a prefill kernel takes them; the cache's columns are its slots.
+    """Return keys and values of a stock cache for a prefill kernel; the cache's columns are its slots.
 
-    What the prefill quantizes stays where the cache has it; what it does not is copied, in whole tiles.
-    """
+    A side that the prefill quantizes is used in place. Any other side is copied, padded to whole tiles."""
     batch, heads, columns, _ = key.shape
     behind = -columns % max(spec.window.block, WIDEST_TILE)
     coded_k, coded_v = _coded(spec.compute)
@@ -120,7 +124,7 @@ def _unpacked(
 
 
 def _coded(compute: Compute) -> tuple[bool, bool]:
-    """Whether a prefill makes codes of keys and of values."""
+    """Return whether a prefill quantizes keys, and whether it quantizes values."""
     int8 = compute.prefill == "int8"
     return int8, fp8_values(compute) or (int8 and compute.pv == "int8")
 
@@ -140,7 +144,7 @@ def _reference(
     spec: LayerSpec,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels compute, in plain PyTorch: the specification."""
+    """Compute the same as the kernels in plain PyTorch: the specification."""
     length, span, block = rows[:, 0], rows[:, 4:6], spec.window.block
     parts = query_parts(query, span, length)
     behind = -key.shape[2] % block
@@ -148,7 +152,7 @@ def _reference(
     keep = pad(key_mask, (0, behind)).unflatten(1, (-1, block))[:, None].expand(-1, key.shape[1], -1, -1)
     pos = torch.arange(key.shape[2] + behind, dtype=torch.int32, device=key.device).view(1, 1, -1, block)
     tiles = Tiles(k, v, pos, pos, torch.full_like(pos, FOREVER), keep)
-    past = int(length.max()) if length.device.type == "cpu" else key.shape[2]  # elsewhere that would wait for a device
+    past = int(length.max()) if length.device.type == "cpu" else key.shape[2]  # on a GPU that would wait
     results = attend_all(parts, tiles, spec, scores, lambda end: -(-(past + end) // block))
     out, lse = in_columns(parts, results, query.dtype)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse  # in memory as kernels leave it
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse  # same memory order as the kernels' output

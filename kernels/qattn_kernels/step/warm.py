@@ -1,4 +1,4 @@
-"""Kernels of a layer compiled side by side in threads, before a call needs them."""
+"""Compile the kernels of layers in parallel threads, before a call needs them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import Geometry
 from qattn_kernels.step.operator import compute
 
-THREADS = 8  # at most: the compiler's own work is outside Python's lock, the rest is not
-# Rows, tokens, and blocks before them, of calls that launch all kernels of `generate`: a prompt, a step of few and of
-# many rows (which merge few parts of a context or many), and a later prompt.
+THREADS = 8  # maximum: the compiler runs outside the GIL, the rest inside
+# (rows, tokens, earlier blocks) of calls that together launch all kernels of `generate`: a prompt, a step of few and of
+# many rows (which merge few or many splits), and a later prompt.
 CALLS = ((1, SHORT_CALL + 1, 0), (1, 1, 1), (64, 1, 1), (1, SHORT_CALL + 1, 1))
 
 
 class LayerShape(NamedTuple):
-    """What the kernels of a layer are compiled for.
+    """Sizes that the kernels of a layer are compiled for.
 
     Attributes:
-        heads, kv_heads, dim: query and KV heads, and their dimension.
-        v_dim: of values, if not `dim`; a query of latent attention has both.
+        spec: the layer's formats and arithmetic.
+        heads, kv_heads, dim: query heads, KV heads and head dimension.
+        dtype, device: of the model.
         softcap: whether scores are capped.
-        window: as in `Scores`: tokens of the layer's sliding window, `-n` for chunks; 0 without.
+        window: tokens of the sliding window as in `Scores`, `-n` for chunks, 0 without a window.
+        v_dim: head dimension of values, if not `dim`. Queries of latent attention have `dim + v_dim` channels.
     """
 
     spec: LayerSpec
@@ -45,7 +47,7 @@ class LayerShape(NamedTuple):
 
 
 def launches(shape: LayerShape) -> list[Launch]:
-    """What `CALLS` launch, in order; nothing is launched. Memory is allocated for calls of few tokens."""
+    """Return the launches of `CALLS` in order, without launching. Allocates memory for calls of few tokens."""
     found: list[Launch] = []
     v_dim = shape.v_dim or shape.dim
     q_dim = shape.dim + v_dim if shape.spec.latent else shape.dim
@@ -64,14 +66,14 @@ def launches(shape: LayerShape) -> list[Launch]:
 
 
 def warm(shapes: Iterable[LayerShape]) -> list[Future]:
-    """Begin to compile the kernels of layers of these shapes, in threads; a call that needs one waits for it.
+    """Start to compile the kernels for these layer shapes in threads. A call that needs one of them waits for it.
 
     Returns:
-        a future for each kernel. One that fails says nothing: the call that needs the kernel compiles it itself.
+        One future per kernel. A failed one is silent: the call that needs its kernel compiles it again.
     """
     tasks: dict[tuple, list[Launch]] = {}
     for shape in dict.fromkeys(shapes):
-        for one in launches(shape):  # variants of one function in one task: Triton keeps them in one table
+        for one in launches(shape):  # one task per function: Triton keeps its variants in one table
             tasks.setdefault((one.kernel, shape.device), []).append(one)
     if not tasks:
         return []

@@ -1,1 +1,1 @@
-"""What formats share whose tokens have one scale for each block of channels, behind a ring in the model's precision."""
+"""Base of formats with one scale per token and block of channels, and an unquantized ring (bf16/fp16/fp32)."""

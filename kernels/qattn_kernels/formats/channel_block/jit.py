@@ -1,7 +1,7 @@
-"""What formats with a scale a token and block of channels share in kernels: `formats/channel_block/reference.py`.
+"""Formats with one scale per token and block of channels, in kernels; see `formats/channel_block/reference.py`.
 
-Levels enter the products of a decode as INT8, exact, a block of channels at a time; queries and weights as INT8 pairs.
-"""
+Levels enter the products of a decode as exact INT8, one block of channels at a time. Queries and weights enter as INT8
+pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qattn_kernels.jit.tile_order import (
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -36,13 +36,13 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def _grouped(x, GROUP: tl.constexpr):
-    """`[BLOCK, DP]` as `[BLOCK, groups, GROUP]`."""
+    """Reshape `[BLOCK, DP]` to `[BLOCK, groups, GROUP]`."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
 
 
 @triton.jit
 def restored(scale):
-    """fp32 of scales as they are stored: bits in int16, or fp16."""
+    """Return fp32 scales from stored ones: bits in int16, or fp16."""
     if scale.dtype == tl.int16:
         return from_bits(scale)
     else:
@@ -51,7 +51,7 @@ def restored(scale):
 
 @triton.jit
 def _scale_offsets(at, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Offsets `[BLOCK, groups]` of the scales of a block, and their mask; groups cover `DP` channels."""
+    """Return offsets `[BLOCK, groups]` of the scales of a block, and their mask; groups cover `DP` channels."""
     COUNT: tl.constexpr = (SIDE.D + GROUP - 1) // GROUP
     g, t = tl.arange(0, SIDE.DP // GROUP), tl.arange(0, C.BLOCK)
     return at * (COUNT * C.BLOCK) + g[None, :] * C.BLOCK + t[:, None], (g < COUNT)[None, :]
@@ -59,8 +59,10 @@ def _scale_offsets(at, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def put_block(S, x, at, ENCODE: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """A full block `[BLOCK, DP]`, whose tokens come as they are. `ENCODE` makes int32 codes of fp32 groups `[BLOCK,
-    groups, GROUP]`, and their scales as they are stored; `SHUFFLED`: see `write_codes`."""
+    """Quantize and store a full block `[BLOCK, DP]` of unquantized tokens.
+
+    `ENCODE` turns fp32 groups `[BLOCK, groups, GROUP]` into int32 codes and stored scales. `SHUFFLED`: see
+    `write_codes`."""
     BITS: tl.constexpr = SIDE.BITS
     GROUP: tl.constexpr = SIDE.CHANNELS
     code, scale = ENCODE(_grouped(x, GROUP), BITS)
@@ -73,8 +75,9 @@ def put_block(S, x, at, ENCODE: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.c
 def get_block(
     S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr
 ):
-    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales. `LEVELS` makes INT8 levels of int32 codes, which
-    count `UNIT` each."""
+    """Return dequantized tokens `[BLOCK, DP]` of a closed block; the returned scales are zeros and unused.
+
+    `LEVELS` turns int32 codes into INT8 levels in units of `UNIT`."""
     BITS: tl.constexpr = SIDE.BITS
     GROUP: tl.constexpr = SIDE.CHANNELS
     level = LEVELS(read_codes(S.codes, at, BITS, SHUFFLED, SIDE, C), BITS).to(tl.float32) * UNIT
@@ -85,18 +88,19 @@ def get_block(
 
 @triton.jit
 def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scales fp32 `[BLOCK]` of a block's tokens for group `g` of channels."""
+    """Return scales fp32 `[BLOCK]` of a block's tokens for channel group `g`."""
     COUNT: tl.constexpr = (SIDE.D + GROUP - 1) // GROUP
     return restored(tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + tl.arange(0, C.BLOCK)))
 
 
 @triton.jit
 def _levels(x, HALVES: tl.constexpr, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """INT8 levels of the two halves of a block's tokens, by `HALVES` of bytes with two codes each: of keys `[BLOCK / 2,
-    channels]`, of values `[channels, BLOCK / 2]`, tokens in the order of `half_order`."""
+    """Return INT8 levels of both halves of a block's tokens, from bytes with two codes each, by `HALVES`.
+
+    Keys: `[BLOCK / 2, channels]`. Values: `[channels, BLOCK / 2]`, tokens in `half_order`."""
     if BITS == 4:
         return HALVES(x.low, BITS, C.PLAIN)
-    else:  # a lookup takes four neighbours in memory: quarters have them side by side, halves need not
+    else:  # a lookup needs four neighbours in memory, which quarters always have side by side and halves may not
         one, other = spread_planes(x, BITS, C)
         first, third = HALVES(one, BITS, C.PLAIN)
         second, fourth = HALVES(other, BITS, C.PLAIN)
@@ -109,10 +113,11 @@ def _levels(x, HALVES: tl.constexpr, BITS: tl.constexpr, SIDE: tl.constexpr, C: 
 @triton.jit
 def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8` of `COUNT` groups of channels from group `g` on.
-    `x`: their bytes, of 4 and 8 bits: rows of all groups are read at once, which lie side by side. Of 2 and 3 bits each
-    group is read by itself: parts of a row, in two warps, would not have neighbours in one thread, as `_levels` needs
-    them."""
+    """Return products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8`.
+
+    Covers `COUNT` channel groups from group `g` on. `x`: with 4 and 8 bits, the bytes of these groups, loaded at once
+    for all groups because their rows are adjacent. With 2 and 3 bits each group is loaded separately: `_levels` needs
+    neighbours in one thread, but parts of a row would be in two warps."""
     GROUP: tl.constexpr = SIDE.CHANNELS
     if g * GROUP >= SIDE.D:
         return tl.full([C.BLOCK, x8.shape[1] // 2], 0, tl.float32)
@@ -138,8 +143,9 @@ def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.
 def block_scores(
     S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr
 ):
-    """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels, see `_levels`, which count
-    `UNIT` each."""
+    """Return scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` yields INT8 levels in units of `UNIT`.
+
+    See `_levels` for `HALVES`."""
     x = load_planes(S.codes, at, tl.arange(0, SIDE.DP), BITS, SIDE, C).low if BITS >= 4 else None
     s = group_scores(S, at, x, query.operand, 0, SIDE.DP // SIDE.CHANNELS, HALVES, BITS, SIDE, C)
     return interleave(s, C.PARTS) * (query.scale * UNIT)[None, :]
@@ -147,7 +153,7 @@ def block_scores(
 
 @triton.jit
 def _largest(S, at, g: tl.constexpr, COUNT: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """The largest scale of each token in `COUNT` groups of values from group `g` on."""
+    """Return each token's largest scale in `COUNT` groups of values from group `g` on."""
     if g * SIDE.CHANNELS >= SIDE.D:
         return tl.full([C.BLOCK], 0, tl.float32)
     elif COUNT > 1:
@@ -159,9 +165,10 @@ def _largest(S, at, g: tl.constexpr, COUNT: tl.constexpr, SIDE: tl.constexpr, C:
 @triton.jit
 def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Sums `[COUNT * GROUP, Q]` of levels and scales, weighed by `y` `[BLOCK, Q]` in `token_order`, for `COUNT` groups
-    of channels from group `g` on. A scale is multiplied into its token's weight before the weights become INT8
-    pairs."""
+    """Return sums `[COUNT * GROUP, Q]` of levels and scales, weighted by `y` `[BLOCK, Q]` in `token_order`.
+
+    Covers `COUNT` channel groups from group `g` on. A weight is multiplied by its token's scale before the weights
+    become INT8 pairs."""
     GROUP: tl.constexpr = SIDE.CHANNELS
     if g * GROUP >= SIDE.D:
         return tl.full([COUNT * GROUP, y.shape[1]], 0, tl.float32)
@@ -185,7 +192,7 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
 @triton.jit
 def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
                  SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
+    """Return the accumulator plus the weighted values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
     COUNT: tl.constexpr = SIDE.DP // SIDE.CHANNELS
     top = tl.maximum(tl.max(p * to_token_order(_largest(S, at, 0, COUNT, SIDE, C), C.PARTS)[:, None], 0), TINY)
     o = group_values(S, at, p * (inverse_of(top) * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, SIDE, C)

@@ -1,4 +1,4 @@
-"""What formats share whose tokens have one scale for each block of channels, behind a ring in the model's precision."""
+"""Base of formats with one scale per token and block of channels, and an unquantized ring (bf16/fp16/fp32)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from qattn_kernels.formats.scales import from_bits
 from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-LEAST_GROUP = 32  # channels that a product of integers takes at once
+LEAST_GROUP = 32  # minimum channels of an integer product
 
 
 @dataclass(frozen=True)
 class ChannelBlockFormat(OpenFormat):
-    """Base: codes of `bits` bits, `value = level * scale` with a scale of 16 bits for `group(D)` channels of a token.
+    """Base: codes of `bits` bits, `value = level * scale` with a 16-bit scale for `group(D)` channels of a token.
 
     Attributes:
-        bits: of a code; 8 are INT8 as they are, fewer are packed (`pack`).
-        for_values: codes lie `[D, tokens]`, as the product with values wants them.
+        bits: bits per code. 8-bit codes are stored as INT8, smaller ones packed (`pack`).
+        for_values: codes are stored `[D, tokens]`, the layout that the product with values reads.
     """
 
     bits: int = 4
@@ -43,32 +43,33 @@ class ChannelBlockFormat(OpenFormat):
         return super().side(heads, dim, block, values)._replace(CHANNELS=self.group(dim))
 
     def group(self, dim: int) -> int:
-        """Channels that share a scale; the last group of a head dim may be a short one."""
+        """Return the number of channels that share a scale. The last group of a head may be short."""
         raise NotImplementedError
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes in [0, 2^bits), or INT8, of fp32 groups `[..., groups, group]`, and their scales as they are stored."""
+        """Quantize fp32 groups `[..., groups, group]`: returns codes in [0, 2^bits), or INT8, and scales in stored
+        form."""
         raise NotImplementedError
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of scales as they are stored: int16 holds the bits of `formats/scales.py`."""
+        """Dtype of stored scales. int16 holds the bits of `formats/scales.py`."""
         return torch.int16
 
     def scales(self, stored: torch.Tensor) -> torch.Tensor:
-        """fp32 scales of stored ones."""
+        """Return fp32 scales from stored ones."""
         return from_bits(stored)
 
     def levels(self, code: torch.Tensor) -> torch.Tensor:
-        """The fp32 level that each code stands for."""
+        """Return the fp32 level of each code."""
         raise NotImplementedError
 
     def shuffle(self, packed: torch.Tensor) -> torch.Tensor:
-        """Packed codes in their order in memory: as `pack` made them, unless a format overrides this."""
+        """Return packed codes in memory order. Default: the order of `pack`."""
         return packed
 
     def unshuffle(self, codes: torch.Tensor) -> torch.Tensor:
-        """The inverse of `shuffle`: codes in memory, in the order that `unpack` reads."""
+        """Return codes from memory in the order of `unpack`, the inverse of `shuffle`."""
         return codes
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
@@ -105,31 +106,33 @@ class ChannelBlockFormat(OpenFormat):
 
 @dataclass(frozen=True)
 class CodebookFormat(ChannelBlockFormat):
-    """Base: codes of 2 to 4 bits count the levels of a table from the lowest. Levels are INT8, of which each counts
-    `unit`, so that products of integers are exact about them."""
+    """Base: codes of 2 to 4 bits number the levels of a table from the lowest.
+
+    Levels are INT8 in units of `unit`, so that integer products with them are exact."""
 
     unit: ClassVar[float]
 
     def table(self) -> tuple[int, ...]:
-        """The INT8 level of each code."""
+        """Return the INT8 level of each code."""
         raise NotImplementedError
 
     def integers(self, code: torch.Tensor) -> torch.Tensor:
-        """INT8 levels of codes, in fp32."""
+        """Return the INT8 levels of codes, in fp32."""
         return _on_device(self.table(), code.device)[code.long()]
 
     def levels(self, code: torch.Tensor) -> torch.Tensor:
         return self.integers(code) * self.unit
 
     def shuffle(self, packed: torch.Tensor) -> torch.Tensor:
-        """Shuffle packed codes: of four neighbouring bytes the lower halves come first, then the upper ones. A lookup
-        takes the four codes in half a word at once (`formats/codebook.py`)."""
+        """Shuffle packed codes: of four neighbouring bytes, the lower halves come first, then the upper halves.
+
+        A lookup takes the four codes in half a word at once (`formats/codebook.py`)."""
         one, other = packed[..., 0::2], packed[..., 1::2]
         halves = torch.stack(((one & 15) | (other & 15) << 4, (one >> 4) | (other & 240)), -2)
         return halves.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)
 
     def unshuffle(self, codes: torch.Tensor) -> torch.Tensor:
-        """The inverse of `shuffle`: 0x21, 0x43, 0xba, 0xdc are 0xa1, 0xb2, 0xc3, 0xd4 again."""
+        """Undo `shuffle`: 0x21, 0x43, 0xba, 0xdc become 0xa1, 0xb2, 0xc3, 0xd4."""
         low, high = codes.unflatten(-1, (-1, 2, 2)).transpose(-2, -3).flatten(-2).unbind(-2)
         one, other = (low & 15) | (high & 15) << 4, (low >> 4) | (high & 240)
         return torch.stack((one, other), -1).flatten(-2)
@@ -137,6 +140,6 @@ class CodebookFormat(ChannelBlockFormat):
 
 @lru_cache(maxsize=64)
 def _on_device(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Levels in fp32, made once: a captured step copies nothing from the host."""
+    """Return the levels in fp32, cached, so that a captured step copies nothing from the host."""
     with torch.inference_mode(False):
         return torch.tensor(table, dtype=torch.float32, device=device)

@@ -1,1 +1,1 @@
-"""FlashQ (TurboAttention): INT8 tokens first, then 4 or 2 bits a channel of a block, in integers."""
+"""FlashQ (TurboAttention): INT8 per token first, then 4 or 2 bits per channel of a block, in integer arithmetic."""

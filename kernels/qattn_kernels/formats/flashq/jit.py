@@ -1,4 +1,4 @@
-"""FlashQ in kernels: `formats/flashq/reference.py` is the specification."""
+"""FlashQ in kernels. `formats/flashq/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_neighbours
 
 
 class Tensors(NamedTuple):
-    """One side's tensors, by the names of its state, and three numbers as `head_bits.number` reads them: `low` heads
-    have 2 bits, those of a recipe's list have a bit in `mask`, and the first `aged` blocks of a row have half as many
-    bits as the others."""
+    """State tensors of one side, plus three integers encoded for `head_bits.number`.
+
+    Attributes:
+        low: number of heads with 2 bits.
+        mask: bit mask of the 2-bit heads in a recipe's list.
+        aged: number of a row's first blocks that have half the bits of the others.
+    """
 
     codes8: Any
     codes4: Any
@@ -42,7 +46,7 @@ LEVELS = tl.constexpr(119)
 
 @lru_cache(maxsize=1024)
 def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
-    """`low`, `mask` and `aged` of `Tensors`, as `head_bits.unspecialized` writes them."""
+    """Return `low`, `mask` and `aged` of `Tensors`, encoded by `head_bits.unspecialized`."""
     listed = sum(1 << head for head in fmt.low_heads or ())
     numbers = {"low": fmt.low(heads), "mask": listed, "aged": fmt.aged or 0}
     return {name: unspecialized(value) for name, value in numbers.items()}
@@ -50,7 +54,7 @@ def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
 
 @triton.jit
 def codes_of(S, BITS: tl.constexpr):
-    """The codes of blocks or heads with so many bits."""
+    """Return the tensor of codes with `BITS` bits."""
     if BITS == 8:
         return S.codes8
     elif BITS == 4:
@@ -66,7 +70,7 @@ def quantize_tokens(x):
 
 @triton.jit
 def _wide(S, LOW: tl.constexpr, C: tl.constexpr):
-    """Heads with 4 bits: their places are the first."""
+    """Return the number of 4-bit heads. They take the first places."""
     if LOW == NONE:
         return C.H
     elif LOW == ALL:
@@ -77,8 +81,9 @@ def _wide(S, LOW: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def locate(S, b, h, SIDE: tl.constexpr, C: tl.constexpr):
-    """The place of head `h` in the arenas, 4-bit places first, its index among those of its width, and whether that is
-    2 bits."""
+    """Return the place of head `h` in the arenas, its index among heads of its width, and whether that width is 2 bits.
+
+    4-bit places come first."""
     if SIDE.LOW <= ALL:
         return h, (b * C.H + h).to(tl.int64), (h < 0) if SIDE.LOW == NONE else (h >= 0)
     else:
@@ -92,8 +97,10 @@ def locate(S, b, h, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def run(S, home, capacity, I: tl.constexpr, SIDE: tl.constexpr):
-    """Of a row's first blocks, which have half the bits, and of the others; or all blocks of a head with the bits of
-    run `I`, and none of another head."""
+    """Return run `I` of a head's blocks: `(begin, end, first)`, see `formats.contract.JitFormat`.
+
+    With aged blocks, run 0 has the row's first blocks, with half the bits, and run 1 the others. Otherwise a run covers
+    all blocks if the head has the run's bits, and no block if not."""
     if SIDE.AGED:
         aged = number(S.aged)
         if I == 0:
@@ -106,8 +113,9 @@ def run(S, home, capacity, I: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def block_form(code, scale, keep):
-    """First stage: INT8 codes with a scale a token to `X1` with one scale a block, whole numbers in fp32; tokens
-    outside `keep` do not raise the scale."""
+    """Apply the first stage: INT8 codes with one scale per token become `X1` with one scale per block.
+
+    Returns integers in fp32. Tokens outside `keep` do not raise the scale."""
     s = tl.max(tl.where(keep, scale, 0.0), 0)
     ratio = tl.div_rn(scale, tl.zeros_like(scale) + tl.where(s == 0.0, 1.0, s))
     x1 = round_even(tl.clamp(code * ratio[:, None], -1.0 * LEVELS, 1.0 * LEVELS))
@@ -116,7 +124,8 @@ def block_form(code, scale, keep):
 
 @triton.jit
 def place(S, b, h, first, SIDE: tl.constexpr, C: tl.constexpr):
-    """Where head `h` lives; noted when the row's `first` block closes, unless the ranking kernel did."""
+    """Return the place of head `h`. Stores it when the row's `first` block closes, unless heads are ranked by a
+    kernel."""
     LOW: tl.constexpr = SIDE.LOW
     if LOW == RANKED:
         place, _, _ = locate(S, b, h, SIDE, C)
@@ -135,7 +144,7 @@ def place(S, b, h, first, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _home(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Whether a block has the fewer bits of those that its side has, and its index among the blocks of its bits."""
+    """Return whether a block has the smaller bit width of its side, and its index among the blocks of that width."""
     LOW: tl.constexpr = SIDE.LOW
     if SIDE.AGED:
         aged, head = number(S.aged), (slot.b * C.H + slot.h).to(tl.int64)
@@ -150,8 +159,10 @@ def _home(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _channel_scale(span, low, LOW: tl.constexpr, CLIP: tl.constexpr):
-    """Step of codes that span so many integers, `low` those of 2 bits, of which `CLIP` sixteenths of half a step are
-    cut off at both ends; divisors that the compiler knows need no division."""
+    """Return the quantization step of channels that span `span` integers. `low`: heads with 2 bits.
+
+    For 2 bits, `CLIP` sixteenths of half a step are cut off at both ends. Constant divisors compile without a division.
+    """
     four, two = (2 * span + 15) // 30, (32 * span + 48 + CLIP) // (96 + 2 * CLIP)
     if LOW == NONE:
         found = four
@@ -164,15 +175,15 @@ def _channel_scale(span, low, LOW: tl.constexpr, CLIP: tl.constexpr):
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Second stage of a full block, and its scale."""
+    """Apply the second stage to a full block, and store it with its scale."""
     put_codes(S, tokens.code, tokens.keep, slot, SIDE, C)
     at = block_of(slot, C)
-    tl.store(S.scale + at + tl.zeros_like(tokens.t), tokens.scale, mask=tokens.t == 0)  # one for all
+    tl.store(S.scale + at + tl.zeros_like(tokens.t), tokens.scale, mask=tokens.t == 0)  # one scale for the block
 
 
 @triton.jit
 def _store_ranges(S, at, channel_scale, zero_point, SIDE: tl.constexpr):
-    """Step and zero point of the channels of block `at`."""
+    """Store the steps and zero points of the channels of block `at`."""
     d = tl.arange(0, SIDE.DP)
     tl.store(S.channel_scale + at * SIDE.D + d, channel_scale.to(tl.int8), mask=d < SIDE.D)
     tl.store(S.zero_point + at * SIDE.D + d, zero_point.to(tl.int8), mask=d < SIDE.D)
@@ -180,10 +191,10 @@ def _store_ranges(S, at, channel_scale, zero_point, SIDE: tl.constexpr):
 
 @triton.jit
 def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, SIDE: tl.constexpr):
-    """`code_bits` of codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are
-    stored."""
+    """Return `code_bits` of the codes 0 to `levels` of `X1` `[BLOCK, DP]`; stores steps and zero points of block
+    `at`."""
     low, high = range_of_channels(code, keep)
-    some = low <= high  # not if no token is kept
+    some = low <= high  # false if no token is kept
     low, high = whole_number(tl.where(some, low, 0.0)), whole_number(tl.where(some, high, 0.0))
     channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
@@ -195,8 +206,9 @@ def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl
 
 @triton.jit
 def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Second stage: quantizes `X1` of a full block to 4 or 2 bits a channel, in integers, and writes it; of 8 bits
-    there is none."""
+    """Apply the second stage to `X1` of a full block, and store the codes.
+
+    Quantizes to 4 or 2 bits per channel, in integers. 8-bit blocks keep `X1` without a second stage."""
     LOW: tl.constexpr = SIDE.LOW
     AGED: tl.constexpr = SIDE.AGED
     CLIP: tl.constexpr = SIDE.CLIP
@@ -222,7 +234,7 @@ def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
+    """Return INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each token."""
     at = block_of(slot, C)
     x1 = get_codes(S, slot, SIDE, C)
     return x1, tl.load(S.scale + at) + tl.full([C.BLOCK], 0, tl.float32)
@@ -230,7 +242,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def get_codes(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Second stage dequantized: `X1` `[BLOCK, DP]` of a closed block."""
+    """Undo the second stage: return `X1` `[BLOCK, DP]` of a closed block."""
     LOW: tl.constexpr = SIDE.LOW
     AGED: tl.constexpr = SIDE.AGED
     WIDE: tl.constexpr = 8 if SIDE.BITS == 8 else 4
@@ -251,9 +263,11 @@ def get_codes(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scales of channels go into the query, as shares of the largest that there can be: a maximum would cost a
-    reduction a block, and INT8 pairs have bits to spare. The sum of zero points is one of integers, which a warp has an
-    instruction for. Codes of 8 bits have neither."""
+    """Multiply queries with a block of keys, as `formats.contract.JitFormat.scores`.
+
+    The query is multiplied by the channel scales, relative to the largest possible channel scale. Using the true
+    maximum would cost a reduction per block, and INT8 pairs have bits to spare. The zero points are summed as integers,
+    for which a warp has an instruction. 8-bit codes have neither channel scales nor zero points."""
     s = tl.load(S.scale + at.block)
     if at.BITS == 8:
         x8 = split_neighbours(query.normalized * 256.0, C)
@@ -262,8 +276,8 @@ def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
         d = tl.arange(0, SIDE.DP)
         channel_scale = tl.load(S.channel_scale + at.block * SIDE.D + d, mask=d < SIDE.D, other=0)
         zero_point = tl.load(S.zero_point + at.block * SIDE.D + d, mask=d < SIDE.D, other=0)
-        LARGEST: tl.constexpr = 16 if at.BITS == 4 else 79  # of the scales of codes that span [-119, 119]
-        # parts of a query's unit: 127 units times 127 in all channels fit int32
+        LARGEST: tl.constexpr = 16 if at.BITS == 4 else 79  # largest channel scale, of codes that span [-119, 119]
+        # fixed-point parts per query unit, such that 127 * 127 summed over all channels fits int32
         FINE: tl.constexpr = 131072.0 / SIDE.DP
         x8 = split_neighbours(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
         zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
@@ -274,8 +288,10 @@ def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scales of channels go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
-    little of these that their own sum serves as well as that of rounded ones. Codes of 8 bits have neither."""
+    """Add a block of values, as `formats.contract.JitFormat.values`.
+
+    Channel scales multiply the sum, and the sum of the weights multiplies the zero points. INT8 pairs round weights so
+    finely that the unrounded sum serves. 8-bit codes have neither channel scales nor zero points."""
     s, total = tl.load(S.scale + at.block), tl.sum(p, 0)
     if at.BITS == 8:
         o = code_values(S.codes8, at.codes, p * SPLIT_TOP, 8, SIDE, C)

@@ -1,4 +1,4 @@
-"""Which heads get 2 bits: TurboAttention, section 3.2."""
+"""Choose the heads that get 2 bits: TurboAttention, section 3.2."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import torch
 
 
 def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:
-    """fp64 priority `[B, H]` of the heads of one block `X1` `[B, H, block, D]`; the lowest get 2 bits (section 3.2).
+    """Return the fp64 priority `[B, H]` of each head in one block `X1` `[B, H, block, D]`. The lowest get 2 bits.
 
-    `scale` is `[B, H]`, or of each token `[B, H, block]`.
-
-    `priority` = gap of the head times the deviation of its channels' gaps; `min_max` and `variation` are its factors;
-    `entropy` of a 256-bin histogram; `random` ranks by a fixed shuffle.
+    Args:
+        x1: INT8 `[B, H, block, D]`.
+        scale: `[B, H]`, or per token `[B, H, block]`.
+        keep: bool `[B, H, block]`, tokens that count.
+        kind: `priority` (section 3.2) multiplies the head's gap by the deviation of its channels' gaps. `min_max` and
+            `variation` are these two factors. `entropy` uses a 256-bin histogram, `random` a fixed shuffle.
     """
     if kind == "random":
         order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
         return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
-    values = x1.float() * scale.view(*x1.shape[:2], -1, 1)  # in fp32: kernels would not hold a block in fp64
+    values = x1.float() * scale.view(*x1.shape[:2], -1, 1)  # fp32, because a kernel cannot hold a block in fp64
     low = torch.where(keep[..., None], values, torch.inf).amin(-2).double()
     high = torch.where(keep[..., None], values, -torch.inf).amax(-2).double()
-    gap = (high - low).nan_to_num(0.0, 0.0, 0.0)  # a block without a finite token has no gap
+    gap = (high - low).nan_to_num(0.0, 0.0, 0.0)  # a block without finite tokens has gap 0
     if kind == "entropy":
         return _entropy(values.double(), keep, low.amin(-1), high.amax(-1))
     head_gap, deviation = (high.amax(-1) - low.amin(-1)).nan_to_num(0.0, 0.0, 0.0), gap.std(-1)

@@ -1,11 +1,10 @@
-"""FlashQ, TurboAttention's progressive quantization: INT8 tokens first, then 4 or 2 bits a channel of a block.
+"""FlashQ, TurboAttention's progressive quantization: INT8 per token first, then 4 or 2 bits per channel of a block.
 
-TurboAttention section 3, Eq. 3, 4 and 7, Algorithms 1 and 2. Where the paper's forms differ from one another, the
-rounded scale with a centred zero point is used: its dequantized values always fit INT8.
+TurboAttention section 3, Eq. 3, 4 and 7, Algorithms 1 and 2. The paper has variants that differ. This code uses the
+rounded scale with a centred zero point, whose dequantized values always fit INT8.
 
-Blocks may also stay in the first stage (8 bits), and get their second one later (`ops.repack`): so a cache of a fixed
-size packs its oldest blocks further as tokens come. From 8 bits the codes are those of a block that got 4 bits at once.
-"""
+Blocks can also stay in the first stage (8 bits) and get the second stage later (`ops.repack`). A fixed-size cache uses
+this to repack its oldest blocks. Repacking from 8 bits gives the same codes as packing to 4 bits at once."""
 
 from __future__ import annotations
 
@@ -33,12 +32,10 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """First stage: INT8 codes `[..., block, D]` with a scale a token become `X1` with one scale a block.
+    """Apply the first stage: INT8 codes with one scale per token become `X1` with one scale per block.
 
-    `s = max s_t` and `X1 = round(code * s_t / s)`: the numbers are never dequantized on the way.
-
-    Tokens outside `keep` `[..., block]`, if given, do not raise the scale; what is beyond it is clamped.
-    """
+    Tokens are `[..., block, D]`. `s = max s_t` and `X1 = round(code * s_t / s)`, without dequantizing in between.
+    Tokens outside `keep` `[..., block]` do not raise the scale; larger numbers are clamped."""
     scale = (tokens.scales if keep is None else torch.where(keep, tokens.scales, 0.0)).amax(-1)
     divisor = torch.where(scale == 0, 1.0, scale)
     x1 = torch.round(tokens.x.float() * (tokens.scales / divisor[..., None])[..., None])
@@ -48,14 +45,13 @@ def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.
 def stage_two(
     x1: torch.Tensor, keep: torch.Tensor, bits: int, clip: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Second stage: asymmetric `bits`-bit codes of `X1` `[..., block, D]`, in integers.
+    """Apply the second stage: asymmetric `bits`-bit codes of `X1` `[..., block, D]`, in integer arithmetic.
 
-    Returns `code`, and of each channel INT8 `channel_scale` and `zero_point`: `X1` is dequantized as
-    `code * channel_scale + zero_point`. In 4 bits a channel between -20 and 40 has `channel_scale = 4` and
-    `zero_point = -20`; its 17 becomes code 9, which is read as 16. Tokens outside `keep` `[..., block]` do not widen
-    the range; in a block without any, the range is zero. Of 8 bits the code is `X1` itself, INT8. Codes of 2 bits lie
-    inside of the range by `clip` halves of a step, a multiple of 1/16.
-    """
+    Returns `code`, and INT8 `channel_scale` and `zero_point` per channel. `X1` is dequantized as
+    `code * channel_scale + zero_point`. Example, 4 bits: a channel from -20 to 40 has `channel_scale = 4` and
+    `zero_point = -20`. Its 17 becomes code 9, which is read as 16. Tokens outside `keep` `[..., block]` do not widen
+    the range; without any token the range is zero. With 8 bits the code is `X1` itself, INT8. `clip` moves the
+    outermost 2-bit codes inward by `clip / 2` of a step (a multiple of 1/16)."""
     if bits == 8:
         unit = x1.new_ones((*x1.shape[:-2], x1.shape[-1]))
         return x1, unit, torch.zeros_like(unit)
@@ -70,14 +66,15 @@ def stage_two(
     return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
 
 
-LISTED = 61  # heads that a recipe's list may name: kernels take it as bits of an integer
-RECODED = 2**22  # bytes of codes that `recode` takes at a time, to need little memory beside them
-PRIORITIES = ("priority", "min_max", "variation")  # kernels know them by their index
+LISTED = 61  # heads that a recipe's list can name, from 0: kernels take the list as bits of an integer
+RECODED = 2**22  # bytes of codes that `recode` processes at a time, to limit its extra memory
+PRIORITIES = ("priority", "min_max", "variation")  # kernels identify a priority by its index
 
 
 def _pieces(old: list[Span], new: list[Span]) -> Iterator[tuple[Span, Span, slice, slice, slice]]:
-    """The runs of blocks that lie in one span of each list: both spans, and the run among a row's blocks, among those
-    of its old bits and among those of its new ones."""
+    """Yield the runs of blocks inside one span of each list.
+
+    Each item is `(old span, new span, run in the row, run in the old span, run in the new span)`."""
     for one in old:
         for other in new:
             first, end = max(one.first, other.first), min(one.end, other.end)
@@ -88,16 +85,17 @@ def _pieces(old: list[Span], new: list[Span]) -> Iterator[tuple[Span, Span, slic
 
 @dataclass(frozen=True)
 class FlashQFormat(MixedHeads, AgedBlocks, Format):
-    """INT8 ring, 4- and 2-bit blocks.
+    """INT8 ring, blocks with 8, 4 or 2 bits.
 
     Attributes:
-        bits: 8, 4, 2, or `mixed`: then `n_low` heads of the layer get 2 bits, the others 4.
-        aged: of 8 or 4 bits: the first `aged` blocks of each row have half as many; None: no block has.
-        n_low: acts in `mixed` only.
-        priority: how those heads are chosen when a row's first block closes (see `head_priority`).
-        low_heads: their list, if a recipe fixes it for all rows; it wins over `priority`.
-        clip: of codes of 2 bits, see `stage_two`.
-        buffer_scale: `token`, or the paper's `universal`: one scale a row and head, later values clamped and counted.
+        bits: 8, 4, 2, or `mixed`: `n_low` heads of the layer get 2 bits, the others 4.
+        aged: with 8 or 4 bits, the first `aged` blocks of each row have half the bits; None: all blocks have the same.
+        n_low: number of 2-bit heads; used with `mixed` only.
+        priority: how 2-bit heads are chosen when a row's first block closes (see `head_priority`).
+        low_heads: fixed list of 2-bit heads from a recipe, for all rows; overrides `priority`.
+        clip: shrinks the 2-bit range, see `stage_two`.
+        buffer_scale: `token`, or the paper's `universal`: one scale per row and head; later values are clamped and
+            counted.
     """
 
     bits: int | str = 4
@@ -173,7 +171,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return {"head_of": FixedBy.BLOCK, **universal}
 
     def low(self, heads: int) -> int:
-        """How many of `heads` heads get 2 bits."""
+        """Return how many of `heads` heads get 2 bits."""
         return self.n_low if self.bits == "mixed" else heads if self.bits == 2 else 0
 
     def spans(self, blocks: int) -> list[Span]:
@@ -186,7 +184,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return replace(self, bits=bits, aged=aged)
 
     def _held(self, heads: int, blocks: int) -> dict[int, tuple[int, int]]:
-        """How many heads have codes of so many bits, and how many blocks in each row."""
+        """Return, per bit width, the number of heads and of blocks per row that use it."""
         if self.mixed:
             return {4: (heads - self.n_low, blocks), 2: (self.n_low, blocks)}
         return {bits: (heads, end - first) for bits, first, end in self.spans(blocks)}
@@ -230,7 +228,9 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return int8_tokens(x)
 
     def _universal(self, new: Arrival, tokens: Operand, state: State) -> Operand:
-        """The paper's one scale: from a first call of at least a block, else from the row's first block of tokens."""
+        """Quantize with the paper's single scale per row.
+
+        The scale comes from a first call of at least a block, or else from the row's first block of tokens."""
         block = new.block
         start, total = new.length[:, None], (new.length + new.count)[:, None]
         pos = new.length[:, None] + torch.arange(new.x.shape[2], device=new.x.device)
@@ -255,26 +255,26 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         )
 
     def first_stage(self, tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`X1` of the tokens of blocks, and its scale: `stage_one`."""
+        """Return `X1` of the tokens of blocks, and its scale, from `stage_one`."""
         return stage_one(tokens, keep)
 
     def block_form(self, tokens: Operand, state: State) -> Operand:
         return self._operand(*self.first_stage(tokens))
 
     def _operand(self, x1: torch.Tensor, scale: torch.Tensor) -> Operand:
-        """`X1` with the scale of each token, whatever shares one."""
+        """Return `X1` with one scale per token."""
         return Operand(x1, self.of_tokens(scale).expand(x1.shape[:-1]))
 
     def of_tokens(self, scale: torch.Tensor) -> torch.Tensor:
-        """The scale of each token, `[..., 1 or block]`, of `first_stage`'s."""
+        """Return the scales of `first_stage` per token, `[..., 1 or block]`."""
         return scale[..., None]
 
     def as_stored(self, scale: torch.Tensor) -> torch.Tensor:
-        """`first_stage`'s scales as the state has them."""
+        """Convert the scales of `first_stage` to their stored form."""
         return scale
 
     def restored(self, stored: torch.Tensor) -> torch.Tensor:
-        """`first_stage`'s scales from those of the state, in fp32."""
+        """Convert stored scales back to fp32, the inverse of `as_stored`."""
         return stored
 
     def write(self, state: State, block: Block) -> None:
@@ -315,11 +315,11 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return codes if bits == 8 else unpack(codes, bits)
 
     def _place_heads(self, state: State, x1: torch.Tensor, scale: torch.Tensor, block: Block) -> None:
-        """When a row's first block closes: which head lives at which place of the arenas, 4-bit places first."""
+        """Choose each head's place in the arenas when a row's first block closes; 4-bit places come first."""
         heads = x1.shape[1]
         if self.low_heads is not None:
             low = torch.zeros(heads, dtype=torch.bool, device=x1.device)
-            for head in self.low_heads:  # a list as index would be copied to the device, which a capture forbids
+            for head in self.low_heads:  # indexing by a list copies it to the device, which CUDA graph capture forbids
                 low[head] = True
             low = low.expand(len(x1), -1)
         elif 0 < self.low(heads) < heads:
@@ -344,8 +344,9 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return self._operand(x1.to(torch.int8), self.restored(scale))
 
     def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
-        """Blocks whose bits change get their second stage from what they are read as, and so do channel scales and zero
-        points. From 8 bits these are what they would have been at once."""
+        """Repack blocks whose bits change: apply the second stage to their dequantized `X1`.
+
+        Channel scales and zero points change too. From 8 bits the result equals packing at once."""
         n = keep.shape[2]
         for old, young, run, own, theirs in _pieces(self.spans(n), new.spans(n)):
             source, target = state[f"codes{old.bits}"][:, :, own], out[f"codes{young.bits}"][:, :, theirs]
@@ -366,7 +367,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
                 zero_point.copy_(torch.where(used, found[1], 0))
 
     def _second(self, x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
-        """Packed codes, channel scales and zero points of `X1`."""
+        """Return packed codes, channel scales and zero points of `X1`."""
         code, scale, zero_point = stage_two(x1, keep, bits, self.clip)
         return self._packed(code, bits), scale, zero_point
 
@@ -384,7 +385,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         wide = heads - self.low(heads)
         rows = []
         for places in state["head_of"].tolist():
-            decided = len(set(places)) == heads  # all zero until the row's first block closes
+            decided = len(set(places)) == heads  # places are all zero until the row's first block closes
             bits = [4] * heads if wide == heads else [2] * heads if wide == 0 else [0] * heads
             for place, head in enumerate(places if decided else []):
                 bits[head] = 4 if place < wide else 2

@@ -1,1 +1,2 @@
-"""FlashQ whose tokens keep the scales of the INT8 buffer: 4 or 2 bits a channel behind a scale a token. Values only."""
+"""FlashQ that keeps the INT8 buffer's scale for each token: 4 or 2 bits per channel and a scale per token. Values
+only."""

@@ -1,4 +1,4 @@
-"""FlashQ with a scale a token in kernels: `formats/flashq_token/reference.py` is the specification. Values only."""
+"""FlashQ with one scale per token in kernels. `formats/flashq_token/reference.py` is the specification. Values only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qattn_kernels.jit.tile_order import to_token_order
 
 @triton.jit
 def block_form(code, scale, keep):
-    """No first stage: the tokens' own codes, and their scales as 16 bits hold them."""
+    """Return the tokens' codes unchanged, and their scales rounded to 16 bits. This format has no first stage."""
     return code, from_bits(to_bits(scale))
 
 
@@ -29,15 +29,17 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """INT8 tokens `[BLOCK, DP]` of a closed block, and their scales."""
+    """Return INT8 tokens `[BLOCK, DP]` of a closed block, and their scales."""
     at = block_of(slot, C) * C.BLOCK + tl.arange(0, C.BLOCK)
     return get_codes(S, slot, SIDE, C), from_bits(tl.load(S.scale + at))
 
 
 @triton.jit
 def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
-    """A token's scale goes into its weight, scales of channels into the sum, and a zero point is weighed with the sum
-    of what the weights became. Codes of 8 bits have no such scale and no zero point."""
+    """Add a block of values, as `formats.contract.JitFormat.values`.
+
+    A token's scale multiplies its weight, and the channel scales multiply the sum. The sum of the scaled weights
+    multiplies the zero points. 8-bit codes have neither channel scales nor zero points."""
     d = tl.arange(0, SIDE.DP)
     scale = from_bits(tl.load(S.scale + at.block * C.BLOCK + tl.arange(0, C.BLOCK)))
     w = p * to_token_order(scale, C.PARTS)[:, None]

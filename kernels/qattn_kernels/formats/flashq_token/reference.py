@@ -1,9 +1,8 @@
-"""FlashQ without its first stage: tokens keep their own INT8 scale, and 4 or 2 bits a channel are made of their codes.
+"""FlashQ without its first stage: tokens keep their INT8 scale, and their codes are packed to 4 or 2 bits per channel.
 
-Where one scale serves a block (TurboAttention, Eq. 3), a value far smaller than the others has few integers left, and
-attention sinks are such values: small, and read by most queries. OScaR and KVarN divide tokens by their norms for keys;
-here it is the largest channel, which the INT8 buffer has divided by already.
-"""
+With one scale per block (TurboAttention, Eq. 3), a value much smaller than the others gets few integer levels.
+Attention sinks have such values: small, and read by most queries. OScaR and KVarN divide keys by their norms. Here each
+token is divided by its largest channel, which the INT8 buffer has already done."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from qattn_kernels.layout import Geometry, TensorSpec, Window
 
 @dataclass(frozen=True)
 class FlashQTokenFormat(FlashQFormat):
-    """FlashQ with a scale of 16 bits a token of a block in place of one fp32 scale a block; for values."""
+    """FlashQ for values, with a 16-bit scale per token instead of one fp32 scale per block."""
 
     name = "flashq_token"
     block_scales = False
@@ -29,7 +28,8 @@ class FlashQTokenFormat(FlashQFormat):
         return super().tensors(geo, window, dim) | {"scale": TensorSpec(shape, torch.int16, block_dim=2)}
 
     def first_stage(self, tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens' own codes, and their scales as 16 bits hold them: one below 2^-30 is 0, and so is its token."""
+        """Return the tokens' codes, and their scales rounded to 16 bits. A scale below 2^-30 becomes 0, and so does its
+        token."""
         return tokens.x, from_bits(to_bits(tokens.scales))
 
     def of_tokens(self, scale: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""FP8 with one scale a token in kernels: `formats/fp8/reference.py` is the specification.
+"""FP8 with one scale per token in kernels. `formats/fp8/reference.py` is the specification.
 
-The products are those of INT8 tokens in fp16, in which a code of either is exact.
-"""
+The products are those of INT8 tokens in fp16, which represents FP8 and INT8 codes exactly."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from qattn_kernels.formats.int8.jit import get as get_codes
 from qattn_kernels.jit.math import SMALLEST_NORMAL, divide, round_even
 from qattn_kernels.jit.rows import block_of
 
-LARGEST = tl.constexpr(448.0)  # of E4M3
-LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it numbers of E4M3 lie 2^-9 apart
+LARGEST = tl.constexpr(448.0)  # largest E4M3 number
+LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it, E4M3 numbers are 2^-9 apart
 
 
 @triton.jit
 def rounded(x):
-    """To the nearest number of E4M3, ties to even: 20 of 23 bits behind the point go."""
+    """Round to the nearest E4M3 number, ties to even: drops 20 of 23 mantissa bits."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     small = round_even(x * 512.0) * (1.0 / 512.0)
@@ -29,13 +28,13 @@ def rounded(x):
 
 @triton.jit
 def signed_divide(x, divisor):
-    """`divide` that keeps the sign of a zero, which E4M3 has too."""
+    """Divide like `divide`, but keep the sign of a zero, which E4M3 has too."""
     return tl.where(x == 0.0, x, divide(x, divisor))
 
 
 @triton.jit
 def quantize_tokens(x):
-    """Needs `enable_fp_fusion=False`, like all that makes codes."""
+    """Quantize tokens to FP8. Needs `enable_fp_fusion=False`, like every kernel that quantizes."""
     top = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
     scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
@@ -45,7 +44,7 @@ def quantize_tokens(x):
 
 @triton.jit
 def block_form(code, scale, keep):
-    """Tokens dequantized, as a prefill in the model's precision reads them."""
+    """Return dequantized tokens, which an unquantized prefill reads."""
     return code * scale[:, None], scale
 
 

@@ -1,4 +1,4 @@
-"""FP8 E4M3 with one scale a token: a wider range inside a token than INT8's, a coarser step at its top."""
+"""FP8 E4M3 with one scale per token: more range within a token than INT8, but coarser steps near its maximum."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from qattn_kernels.formats.base import Arrival, Block, Format, Operand, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-LARGEST = 448.0  # of E4M3
+LARGEST = 448.0  # largest E4M3 number
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of at most 448 rounded to E4M3, in fp16, which holds all of them. A zero is never negative, so that equal
-    numbers have equal bytes."""
+    """Round numbers of at most 448 to E4M3, returned in fp16, which holds all of them exactly.
+
+    Zeros are positive, so that equal numbers have equal bytes."""
     return x.to(torch.float8_e4m3fn).to(torch.float16) + 0.0
 
 
 def fp8_tokens(x: torch.Tensor) -> Operand:
-    """`scale = max|x| / 448`, `x / scale` rounded to E4M3.
+    """Quantize tokens to FP8: `scale = max|x| / 448`, `x / scale` rounded to E4M3.
 
-    A token of zeros, and one so small that its scale would be denormal, has scale 0 and dequantizes to zeros.
-    """
+    A token of zeros, or one so small that its scale would be denormal, gets scale 0 and dequantizes to zeros."""
     top = x.abs().amax(-1)
-    scale = top / torch.full_like(top, LARGEST)  # by a number, CUDA would multiply by its rounded inverse
+    scale = top / torch.full_like(top, LARGEST)  # a tensor: CUDA divides by a number via its rounded inverse
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     code = x / torch.where(scale == 0, 1.0, scale)[..., None]
     return Operand(to_fp8(code), scale)
@@ -32,7 +32,7 @@ def fp8_tokens(x: torch.Tensor) -> Operand:
 
 @dataclass(frozen=True)
 class Fp8Format(Format):
-    """One byte a value, one fp32 scale a token; a token is final when it is written."""
+    """FP8: one byte per value, one fp32 scale per token. A stored token never changes."""
 
     name = "fp8"
     integer = False

@@ -1,1 +1,1 @@
-"""FP8 E4M3 values with one scale a channel of a block, or of all of a row, behind a ring in the model's precision."""
+"""FP8 E4M3 values with one scale per channel of a block or of a row, and an unquantized ring (bf16/fp16/fp32)."""

@@ -1,7 +1,6 @@
-"""FP8 values with a scale a channel in kernels: `formats/fp8_channel/reference.py` is the specification.
+"""FP8 values with one scale per channel in kernels. `formats/fp8_channel/reference.py` is the specification.
 
-Values only.
-"""
+Values only."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from qattn_kernels.jit.tile_order import deinterleave
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -29,7 +28,7 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """A full block, whose tokens come as they are; masked ones are zeros."""
+    """Quantize and store a full block of unquantized tokens; masked tokens are zeros."""
     at = block_of(slot, C)
     d = tl.arange(0, SIDE.DP)
     top = tl.max(tl.abs(tokens.code), 0)
@@ -44,7 +43,7 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
+    """Return dequantized tokens `[BLOCK, DP]` of a closed block; the returned scales are zeros and unused."""
     at = block_of(slot, C)
     t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
     x = numbers(tl.load(addresses(S.codes, at, t, SIDE, C), mask=(d < SIDE.D)[None, :], other=0)).to(tl.float32)
@@ -54,7 +53,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
-    """Numbers of E4M3 are exact in fp16; a channel's scale goes into its sum."""
+    """Add a block of values. E4M3 numbers are exact in fp16; a channel's scale multiplies its sum."""
     t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
     codes = S.codes + at.block * (C.BLOCK * SIDE.D) + d[:, None] * C.BLOCK + t[None, :]
     v = numbers(tl.load(codes, mask=(d < SIDE.D)[:, None], other=0)).to(tl.float16)

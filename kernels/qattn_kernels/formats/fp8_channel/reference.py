@@ -1,7 +1,6 @@
-"""FP8 E4M3 values with one scale a channel of a block, or of all of a row, behind a ring in the model's precision.
+"""FP8 E4M3 values with one scale per channel of a block or of a row, and an unquantized ring (bf16/fp16/fp32).
 
-SageAttention2, section 3.5: its V has a scale a channel, since values differ more between channels than tokens.
-"""
+SageAttention2, section 3.5: V has one scale per channel, because values differ more between channels than tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 @dataclass(frozen=True)
 class Fp8ChannelFormat(OpenFormat):
-    """`scale = max|x| / 448` of a channel, `x / scale` rounded to E4M3, lying `[D, tokens]`.
+    """FP8 per channel: `scale = max|x| / 448`, `x / scale` rounded to E4M3, stored `[D, tokens]`.
 
     Attributes:
-        v_scale: `block`; or `prompt`, the paper's: scales of a row's first block serve all later ones, whose values
-            beyond them are clamped and counted.
+        v_scale: `block`, or the paper's `prompt`: the scales of a row's first block serve all later blocks. Later
+            values beyond them are clamped and counted.
     """
 
     v_scale: str = "block"
@@ -51,7 +50,7 @@ class Fp8ChannelFormat(OpenFormat):
             first = (block.write & (block.index == 0))[:, None, None]
             state["scale"].copy_(torch.where(first, scale, state["scale"]))
             scale = state["scale"]
-            beyond = (x.abs() > scale[:, :, None] * LARGEST * (1 + 1e-6)).sum((-1, -2))  # one rounding is no clamping
+            beyond = (x.abs() > scale[:, :, None] * LARGEST * (1 + 1e-6)).sum((-1, -2))  # tolerates one rounding
             state["clamped"].add_(beyond * block.write[:, None])
         else:
             write_rows(state["scale"], block.index, block.write, scale)
@@ -73,9 +72,10 @@ class Fp8ChannelFormat(OpenFormat):
 
 
 def channel_scale(x: torch.Tensor) -> torch.Tensor:
-    """fp32 `[..., D]` of values `[..., tokens, D]`; a denormal one would overflow its codes."""
+    """Return fp32 scales `[..., D]` of values `[..., tokens, D]`. Denormal scales become 0: their codes would
+    overflow."""
     top = x.abs().amax(-2)
-    scale = top / torch.full_like(top, LARGEST)  # by a number, CUDA would multiply by its rounded inverse
+    scale = top / torch.full_like(top, LARGEST)  # a tensor: CUDA divides by a number via its rounded inverse
     return torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
 
 

@@ -1,1 +1,1 @@
-"""INT4 with one scale a token, two tokens of a block in a byte, behind a ring that holds a code a byte."""
+"""INT4 with one scale per token: two tokens of a block per byte, and a ring with one code per byte."""

@@ -1,4 +1,4 @@
-"""INT4 tokens behind an INT8 ring in kernels: `formats/int4/reference.py` is the specification. Keys only."""
+"""INT4 tokens with an INT8 ring in kernels. `formats/int4/reference.py` is the specification. Keys only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.tile_order import to_token_order
 
 LEVELS = tl.constexpr(7)
-OFFSET = tl.constexpr(8)  # of a packed code, which has no sign
+OFFSET = tl.constexpr(8)  # added to a packed code, which is unsigned
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """The offset of the codes comes out as that many sums of the query."""
+    """Multiply queries with a block of keys. The code offset is subtracted as `OFFSET` times the sum of the query."""
     offset = tl.sum(query.normalized, 0) * OFFSET
     scale = to_token_order(tl.load(S.scale + at.block * C.BLOCK + tl.arange(0, C.BLOCK)), C.PARTS)
     return (

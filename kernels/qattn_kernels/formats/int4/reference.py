@@ -1,4 +1,4 @@
-"""INT4 with one scale a token, two tokens of a block in a byte, behind a ring that holds a code a byte."""
+"""INT4 with one scale per token: two tokens of a block per byte, and a ring with one code per byte."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_rin
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-LEVELS = 7  # symmetric: -8 is not used
-OFFSET = 8  # of a packed code, which has no sign
+LEVELS = 7  # symmetric: -8 is unused
+OFFSET = 8  # added to a packed code, which is unsigned
 
 
 @dataclass(frozen=True)
 class Int4Format(Format):
-    """`scale = max|x| / 7` of a token, `code = round(x / scale)`; keys only."""
+    """INT4 per token: `scale = max|x| / 7`, `code = round(x / scale)`. Keys only."""
 
     name = "int4"
     windowed = True

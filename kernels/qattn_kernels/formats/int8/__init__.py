@@ -1,1 +1,1 @@
-"""INT8 with one fp32 scale a token: the safe format, and the baseline beside every clever one."""
+"""INT8 with one fp32 scale per token: the safe format, and the baseline for all others."""

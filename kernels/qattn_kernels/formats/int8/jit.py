@@ -1,7 +1,6 @@
-"""INT8 with one scale a token in kernels: `formats/int8/reference.py` is the specification.
+"""INT8 with one scale per token in kernels. `formats/int8/reference.py` is the specification.
 
-Also the INT8 ring of other formats.
-"""
+Other formats use these functions for their INT8 ring."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ LEVELS = tl.constexpr(127)
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -28,14 +27,16 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def quantize(x, LEVELS: tl.constexpr):
-    """INT8 tokens `[n, D]` with one scale each, bit for bit as `int8_tokens`; needs `enable_fp_fusion=False`."""
+    """Quantize tokens `[n, D]` to INT8 with one scale each, bit for bit as `int8_tokens`. Needs
+    `enable_fp_fusion=False`."""
     return quantize_to(x, tl.max(tl.abs(x), 1), LEVELS)
 
 
 @triton.jit
 def quantize_to(x, top, LEVELS: tl.constexpr):
-    """Tokens `[n, D]` as symmetric codes up to `LEVELS` with scales that need not be their own: `top` `[n]` is the
-    number that the largest code stands for."""
+    """Quantize tokens `[n, D]` to symmetric codes up to `LEVELS`, with `top` `[n]` mapped to the largest code.
+
+    `top` may come from other tokens than the token itself."""
     scale = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
     scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
@@ -55,7 +56,8 @@ def block_form(code, scale, keep):
 
 @triton.jit
 def addresses(codes, at, t, SIDE: tl.constexpr, C: tl.constexpr):
-    """Addresses `[n, DP]` of tokens `t` of a block; values lie `[D, tokens]`, as their product wants them."""
+    """Return addresses `[n, DP]` of tokens `t` of a block. Values are stored `[D, tokens]`, the layout that their
+    product reads."""
     d = tl.arange(0, SIDE.DP)
     if SIDE.VALUES:
         return codes + at * (C.BLOCK * SIDE.D) + d[None, :] * C.BLOCK + t[:, None]
@@ -64,7 +66,7 @@ def addresses(codes, at, t, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens `t` of a block in their final form, where `write` holds."""
+    """Store tokens `t` of a block in final form, where `write` is true."""
     at = block_of(slot, C)
     inside = tl.arange(0, SIDE.DP) < SIDE.D
     tl.store(
@@ -77,7 +79,7 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """INT8 tokens `[BLOCK, DP]` of a block, and their scales."""
+    """Return INT8 tokens `[BLOCK, DP]` of a block, and their scales."""
     at = block_of(slot, C)
     t, inside = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP) < SIDE.D
     return tl.load(addresses(S.codes, at, t, SIDE, C), mask=inside[None, :], other=0), tl.load(
@@ -87,7 +89,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def numbers(x):
-    """INT8 codes as they are; bytes, which are FP8's, as numbers of E4M3."""
+    """Return INT8 codes unchanged, and FP8 bytes as E4M3 numbers."""
     if x.dtype == tl.uint8:
         return x.to(tl.float8e4nv, bitcast=True)
     else:
@@ -96,14 +98,14 @@ def numbers(x):
 
 @triton.jit
 def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
+    """Return scores `[TOKENS, Q]`, in `token_order`, of consecutive keys."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, SIDE.DP)
     k = numbers(
         tl.load(codes + token_order(TOKENS, PARTS)[:, None] * SIDE.D + d[None, :], mask=(d < SIDE.D)[None, :], other=0)
     )
     if C.N > C.Q:
         s = join_split(dot_split(k, query.operand))
-    else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's
+    else:  # codes are exact in fp16, and converting to fp16 is much cheaper than to bf16
         s = tl.dot(k.to(tl.float16), query.operand)
     return s * query.scale[None, :] * to_token_order(tl.load(scales + t), PARTS)[:, None]
 
@@ -122,8 +124,9 @@ def token_values(
     SIDE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Sums of values that lie `[D, tokens]`, channels `stride` apart, by weights that come in
-    `token_order`: a value's scale is multiplied into its weight before the weights are rounded."""
+    """Add values stored `[D, tokens]`, with channels `stride` apart, weighted by `p` in `token_order`.
+
+    Each weight is multiplied by its value's scale before the weights are rounded."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, SIDE.DP)
     v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < SIDE.D)[:, None], other=0))
     w = p * to_token_order(tl.load(scales + t), PARTS)[:, None]

@@ -1,4 +1,4 @@
-"""INT8 with one fp32 scale a token: the safe format, and the baseline beside every clever one."""
+"""INT8 with one fp32 scale per token: the safe format, and the baseline for all others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_tokens, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-LEVELS = 127  # nothing is built on top of these codes, so they take the whole range
+LEVELS = 127  # the full range: no second stage needs headroom
 
 
 @dataclass(frozen=True)
 class Int8Format(Format):
-    """`scale = max|x| / 127` of a token, `code = round(x / scale)`. Append only: no token is ever touched again."""
+    """INT8 per token: `scale = max|x| / 127`, `code = round(x / scale)`. Append only: a stored token never changes."""
 
     name = "int8"
 

@@ -1,1 +1,1 @@
-"""INT8 values with one scale a block, or one for all of a row, behind a ring in the model's precision."""
+"""INT8 values with one scale per block or per row, and an unquantized ring (bf16/fp16/fp32)."""

@@ -1,8 +1,7 @@
-"""INT8 values with one scale a block in kernels: `formats/int8_block/reference.py` is the specification.
+"""INT8 values with one scale per block, in kernels. `formats/int8_block/reference.py` is the specification.
 
-A decode multiplies weights as INT8 pairs, which err less than the INT8 of the specification, so that whether a row sum
-is of rounded weights makes no difference. Open values stand in the model's precision.
-"""
+A decode multiplies weights as INT8 pairs, which are more precise than the specification's INT8. It therefore does not
+matter whether a row sum uses rounded weights. Open values are unquantized."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from qattn_kernels.jit.tile_order import deinterleave
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -29,7 +28,7 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def block_form(code, scale, keep):
-    """A block in INT8 with one scale, full or not."""
+    """Quantize a full or unfinished block to INT8 with one scale."""
     return quantize_to(code, tl.zeros_like(scale) + tl.max(tl.max(tl.abs(code), 1), 0), LEVELS)
 
 
@@ -51,7 +50,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
-    """The largest weight of a block is 1, so that 127 of them fit INT8 as they are."""
+    """Add a block of values. Its largest weight is 1, so weights times 127 fit INT8."""
     t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
     codes = S.codes + at.block * (C.BLOCK * SIDE.D) + d[:, None] * C.BLOCK + t[None, :]
     v = tl.load(codes, mask=(d < SIDE.D)[:, None], other=0)

@@ -1,7 +1,6 @@
-"""INT8 values with one scale a block, or one for all of a row, behind a ring in the model's precision.
+"""INT8 values with one scale per block or per row, and an unquantized ring (bf16/fp16/fp32).
 
-INT-FlashAttention, section 3.2: its V has one scale a tensor, and blocks are what it names as future work.
-"""
+INT-FlashAttention, section 3.2: V has one scale per tensor. The paper names one scale per block as future work."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 @dataclass(frozen=True)
 class Int8BlockFormat(OpenFormat):
-    """`scale = max|x| / 127` of a block and head, `code = round(x / scale)`, lying `[D, tokens]`.
+    """INT8 per block and head: `scale = max|x| / 127`, `code = round(x / scale)`, stored `[D, tokens]`.
 
     Attributes:
-        granularity: `block`; or `tensor`, the paper's: the scale of a row's first block serves all later ones, whose
+        granularity: `block`, or the paper's `tensor`: the scale of a row's first block serves all later blocks. Later
             values beyond it are clamped and counted.
     """
 
@@ -41,7 +40,7 @@ class Int8BlockFormat(OpenFormat):
         return specs | {"scale": TensorSpec(rows, torch.float32), "clamped": TensorSpec(rows, torch.int64)}
 
     def _codes(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 codes, not yet clamped, and scales `[...]` of blocks `x` `[B, H, ..., block, D]`."""
+        """Return unclamped fp32 codes and scales `[...]` of blocks `x` `[B, H, ..., block, D]`."""
         own = int8_tokens(x.float().flatten(-2), LEVELS)
         if self.granularity == "block":
             return own.x.unflatten(-1, x.shape[-2:]).float(), own.scales

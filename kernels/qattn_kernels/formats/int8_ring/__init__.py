@@ -1,1 +1,1 @@
-"""INT8 with one scale a token behind a ring: beside a format that closes blocks both sides of a layer have a ring."""
+"""INT8 with one scale per token and a ring, to pair with a format that packs whole blocks: both sides need a ring."""

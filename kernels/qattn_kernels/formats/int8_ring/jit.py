@@ -1,4 +1,4 @@
-"""INT8 tokens behind a ring in kernels: `formats/int8_ring/reference.py` is the specification. Keys only."""
+"""INT8 tokens with a ring in kernels. `formats/int8_ring/reference.py` is the specification. Keys only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qattn_kernels.formats.int8.jit import token_scores
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -24,7 +24,7 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """A full block, its masked tokens included: they are zeros, and nothing else may be left of what lay there."""
+    """Store a full block. Masked tokens are written as zeros, to overwrite older data in the block."""
     every = tokens.t >= 0
     put_tokens(S, Tokens(tokens.code, tokens.scale, tokens.keep, every, tokens.t), slot, SIDE, C)
 

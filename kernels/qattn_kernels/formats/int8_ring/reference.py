@@ -1,4 +1,4 @@
-"""INT8 with one scale a token behind a ring: beside a format that closes blocks both sides of a layer have a ring."""
+"""INT8 with one scale per token and a ring, to pair with a format that packs whole blocks: both sides need a ring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qattn_kernels.layout import Geometry, TensorSpec
 
 @dataclass(frozen=True)
 class Int8RingFormat(Int8Format):
-    """Tokens are final when they are written, into the ring; a full block moves into the arenas as it is; keys only."""
+    """INT8 tokens that are final in the ring. A full block moves to the arenas unchanged. Keys only."""
 
     name = "int8_ring"
     windowed = True

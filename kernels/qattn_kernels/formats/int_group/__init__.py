@@ -1,1 +1,1 @@
-"""INT8 or INT4 whose tokens share scales in groups, behind a ring in the model's precision (SageAttention2's keys)."""
+"""INT8 or INT4 with scales shared by groups of tokens, and an unquantized ring (SageAttention2's keys)."""

@@ -1,4 +1,4 @@
-"""INT8 and INT4 whose tokens share scales in kernels: `formats/int_group/reference.py` is the specification."""
+"""INT8 and INT4 with shared token scales, in kernels. `formats/int_group/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qattn_kernels.jit.tile_order import token_order
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def shared(top, GROUP: tl.constexpr):
-    """The largest of each group, for every member: `top` `[n]`, see `granularity.key_groups`."""
+    """Return the largest `top` `[n]` of each token's group, see `granularity.key_groups`."""
     N: tl.constexpr = top.shape[0]
     if GROUP == "token":
         return top
@@ -51,14 +51,14 @@ def _groups(t, GROUP: tl.constexpr):
 
 @triton.jit
 def _scales(at, GROUP: tl.constexpr, C: tl.constexpr):
-    """Offset of the scales of block `at`."""
+    """Return the offset of the scales of block `at`."""
     COUNT: tl.constexpr = C.BLOCK if GROUP == "token" else (C.BLOCK // 64 * 4 if GROUP == "thread" else C.BLOCK // 64)
     return at * COUNT
 
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """A full block, whose tokens come as they are; values have a scale a token."""
+    """Quantize and store a full block of unquantized tokens. Values have one scale per token."""
     BITS: tl.constexpr = SIDE.BITS
     GROUP: tl.constexpr = "token" if SIDE.VALUES else SIDE.GROUP
     at = block_of(slot, C)
@@ -69,12 +69,12 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
         tl.store(addresses(S.codes, at, tokens.t, SIDE, C), float_to_int8(coded), mask=inside[None, :])
     else:
         write_codes(S.codes, code_bits(coded + OFFSET), at, 4, False, SIDE, C)
-    tl.store(S.scale + _scales(at, GROUP, C) + _groups(tokens.t, GROUP), scale)  # all of a group write the same
+    tl.store(S.scale + _scales(at, GROUP, C) + _groups(tokens.t, GROUP), scale)  # all tokens of a group write the same
 
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
+    """Return dequantized tokens `[BLOCK, DP]` of a closed block; the returned scales are zeros and unused."""
     BITS: tl.constexpr = SIDE.BITS
     GROUP: tl.constexpr = "token" if SIDE.VALUES else SIDE.GROUP
     at = block_of(slot, C)
@@ -97,14 +97,14 @@ def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
         d = tl.arange(0, SIDE.DP)
         codes = S.codes + at.block * (C.BLOCK * SIDE.D) + t[:, None] * SIDE.D + d[None, :]
         s = join_split(dot_split(tl.load(codes, mask=(d < SIDE.D)[None, :], other=0), query.operand))
-    else:  # the offset of the codes comes out as that many sums of the query
+    else:  # subtract the code offset as OFFSET times the sum of the query
         s = code_scores(S.codes, at.block, query.operand, 4, SIDE, C) - (tl.sum(query.normalized, 0) * OFFSET)[None, :]
     return s * query.scale[None, :] * scale[:, None]
 
 
 @triton.jit
 def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
-    """Weighs a block of values of 8 bits with a scale a token."""
+    """Add a block of 8-bit values with one scale per token."""
     codes, scales = S.codes + at.block * (C.BLOCK * SIDE.D), S.scale + at.block * C.BLOCK
     return token_values(codes, scales, C.BLOCK, C.BLOCK, C.PARTS, p, acc, alpha, beta, SIDE, C)
 

@@ -1,4 +1,4 @@
-"""INT8 or INT4 whose tokens share scales in groups, behind a ring in the model's precision (SageAttention2's keys)."""
+"""INT8 or INT4 with scales shared by groups of tokens, and an unquantized ring (SageAttention2's keys)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 @dataclass(frozen=True)
 class IntGroupFormat(OpenFormat):
-    """`scale = max|x| / 127` (4 bits: 7) of a group of tokens, `code = round(x / scale)`.
+    """INT8 or INT4 per group of tokens: `scale = max|x| / 127` (4 bits: 7), `code = round(x / scale)`.
 
     Attributes:
         bits: 8, or 4 with two tokens of a block in a byte.
-        granularity: which tokens of a block share a scale: see `granularity`.
-        per_token: of values: codes of blocks lie `[D, tokens]`.
+        granularity: which tokens of a block share a scale, see `granularity`.
+        per_token: for values: codes of blocks are stored `[D, tokens]`.
     """
 
     bits: int = 8
@@ -29,7 +29,7 @@ class IntGroupFormat(OpenFormat):
     per_token: bool = False
 
     name = "int_group"
-    integer = False  # a prefill makes codes of its own, of the keys as they are
+    integer = False  # a prefill quantizes the unquantized keys itself
 
     @property
     def coded(self) -> bool:
@@ -62,14 +62,14 @@ class IntGroupFormat(OpenFormat):
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()
         top = shared_maximum(torch.where(block.keep, x.abs().amax(-1), 0.0), self.granularity)
-        scale = top / torch.full_like(top, self.levels)  # by a number, CUDA would multiply by its rounded inverse
+        scale = top / torch.full_like(top, self.levels)  # a tensor: CUDA divides by a number via its rounded inverse
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
         code = torch.round(x / torch.where(scale == 0, 1.0, scale)[..., None]).clamp(-self.levels, self.levels)
         code = code.to(torch.int8) if self.bits == 8 else pack((code + OFFSET).to(torch.uint8), 4)
         write_rows(state["codes"], block.index, block.write, code.transpose(-1, -2) if self.per_token else code)
         groups = key_groups(self.granularity, x.shape[-2], x.device)
         kept = scale.new_zeros((*scale.shape[:-1], state["scale"].shape[-1]))
-        kept.scatter_(-1, groups.expand(scale.shape), scale)  # all of a group write the same
+        kept.scatter_(-1, groups.expand(scale.shape), scale)  # all tokens of a group write the same
         write_rows(state["scale"], block.index, block.write, kept)
 
     def read(self, state: State, blocks: int) -> Operand:

@@ -1,1 +1,1 @@
-"""KIVI: asymmetric 2- to 4-bit codes, of keys by channel over a group of tokens, of values by token over channels."""
+"""KIVI: asymmetric 2- to 4-bit codes. Keys are quantized per channel over a group of tokens, values per token."""

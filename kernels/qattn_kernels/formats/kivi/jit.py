@@ -1,10 +1,9 @@
-"""KIVI in kernels: `formats/kivi/reference.py` is the specification.
+"""KIVI in kernels. `formats/kivi/reference.py` is the specification.
 
-A group of tokens is a block, one of channels as large.
+A group of tokens is a block, and a group of channels has the same size.
 
-Codes enter the products of a decode as integers, exact, whatever the model's precision; queries and weights as 8-bit
-INT8 pairs, which err less than bf16 does.
-"""
+Codes enter the products of a decode as exact integers, for every model dtype. Queries and weights enter as INT8 pairs,
+which are more precise than bf16."""
 
 from __future__ import annotations
 
@@ -23,16 +22,17 @@ from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
 from qattn_kernels.jit.tile_order import deinterleave, stack, to_token_order, unstack, unstrided
 
-LARGEST = tl.constexpr(65504.0)  # of fp16
-FARTHEST = tl.constexpr(1e30)  # from the zero point: beyond all codes, and by no scale does a quotient overflow
-# of compensation, see there
+LARGEST = tl.constexpr(65504.0)  # largest fp16 number
+# Limit of the distance from the zero point: beyond all codes, and small enough that no quotient overflows.
+FARTHEST = tl.constexpr(1e30)
+# constants of compensation, see `reference.py`
 TOGETHER = tl.constexpr(reference.TOGETHER)
 STEP_PARTS, LARGEST_LEFT = tl.constexpr(reference.STEP_PARTS), tl.constexpr(reference.LARGEST_LEFT)
 SHARE_PARTS, LARGEST_SHARE = tl.constexpr(reference.SHARE_PARTS), tl.constexpr(reference.LARGEST_SHARE)
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -43,8 +43,9 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def _asymmetric(low, high, BITS: tl.constexpr, CLIP: tl.constexpr):
-    """fp16 scale and zero point of codes for fp32 values from `low` to `high`, of which `CLIP` sixteenths of half a
-    step are cut off at both ends."""
+    """Return fp16 scale and zero point for fp32 values from `low` to `high`.
+
+    `CLIP` sixteenths of half a step are cut off at both ends."""
     low, high = tl.clamp(low, -LARGEST, LARGEST), tl.clamp(high, -LARGEST, LARGEST)
     scale = tl.div_rn(high - low, tl.full(low.shape, 2**BITS - 1 + CLIP / 16, tl.float32))
     zero_point = low + scale * (CLIP / 32) if CLIP else low
@@ -53,7 +54,7 @@ def _asymmetric(low, high, BITS: tl.constexpr, CLIP: tl.constexpr):
 
 @triton.jit
 def _encode(x, scale, zero_point, BITS: tl.constexpr):
-    """int32 codes of fp32 `x`, from the scale and zero point in fp16; 0 where the scale is 0."""
+    """Return int32 codes of fp32 `x`, for fp16 scale and zero point; 0 where the scale is 0."""
     scale, zero_point = scale.to(tl.float32), zero_point.to(tl.float32)
     x = tl.clamp(x - zero_point, -FARTHEST, FARTHEST)
     code = round_even(tl.clamp(divide(x, tl.where(scale == 0.0, 1.0, scale)), 0.0, 2.0**BITS - 1))
@@ -62,10 +63,11 @@ def _encode(x, scale, zero_point, BITS: tl.constexpr):
 
 @triton.jit
 def _shares(S, step, inverse, first, h, SIDE: tl.constexpr):
-    """fp16 `[DP, TOGETHER]`, by which errors of channels before `first`, and what is left of the others, are multiplied
-    for the channels from `first` on: shares of these errors, less than nothing, and 1 where a channel meets itself."""
+    """Return the fp16 matrix `[DP, TOGETHER]` that multiplies errors and remainders for the channels from `first` on.
+
+    It holds negative shares of the errors of channels before `first`, and 1 where a channel meets itself."""
     i, j = tl.arange(0, SIDE.DP)[:, None], first + tl.arange(0, TOGETHER)[None, :]
-    own = tl.sum(tl.where(i == j, inverse[:, None], 0.0), 0)[None, :]  # of one number and zeros
+    own = tl.sum(tl.where(i == j, inverse[:, None], 0.0), 0)[None, :]  # sum of one number and zeros
     at = S.compensation + h * SIDE.D * SIDE.D + j * SIDE.D + i
     share = tl.load(at, mask=(i < first) & (j < SIDE.D), other=0.0).to(tl.float32) * step[:, None] * own * SHARE_PARTS
     share = round_even(tl.clamp(share, -LARGEST_SHARE, LARGEST_SHARE))
@@ -74,7 +76,7 @@ def _shares(S, step, inverse, first, h, SIDE: tl.constexpr):
 
 @triton.jit
 def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Codes of fp32 keys `[BLOCK, DP]`, whose errors make up for one another: `encode_compensated`."""
+    """Quantize and store fp32 keys `[BLOCK, DP]` with compensated errors, see `encode_compensated`."""
     d, step = tl.arange(0, SIDE.DP), step.to(tl.float32)
     inverse = tl.div_rn(tl.where(step == 0.0, 0.0, 1.0), tl.where(step == 0.0, 1.0, step))
     left = (x - zero_point.to(tl.float32)[None, :]) * inverse[None, :] * STEP_PARTS
@@ -85,13 +87,14 @@ def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, SIDE: tl
         error = round_even(tl.clamp(own - code * STEP_PARTS, -STEP_PARTS, STEP_PARTS)).to(tl.float16)
         spread = tl.broadcast_to(error[:, None, :], (C.BLOCK, SIDE.DP // TOGETHER, TOGETHER))
         here = (d >= first) & (d < first + TOGETHER)
-        left = tl.where(here[None, :], tl.reshape(spread, left.shape), left)  # in place of what was left
+        left = tl.where(here[None, :], tl.reshape(spread, left.shape), left)  # errors replace the remainders
         write_codes(S.codes, code.to(tl.int32), at, BITS, False, SIDE, C, first)
 
 
 @triton.jit
 def _scale_offsets(at, SIDE: tl.constexpr, C: tl.constexpr):
-    """Offsets `[BLOCK, groups]` of the scales and zero points of values, and their mask; groups cover `DP` channels."""
+    """Return offsets `[BLOCK, groups]` of the values' scales and zero points, and their mask; groups cover `DP`
+    channels."""
     g, t = tl.arange(0, SIDE.DP // min(C.BLOCK, SIDE.DP)), tl.arange(0, C.BLOCK)
     COUNT: tl.constexpr = (SIDE.D + C.BLOCK - 1) // C.BLOCK
     return at * (COUNT * C.BLOCK) + g[None, :] * C.BLOCK + t[:, None], (g < COUNT)[None, :]
@@ -99,14 +102,14 @@ def _scale_offsets(at, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _by_group(x, SIDE: tl.constexpr, C: tl.constexpr):
-    """`[BLOCK, DP]` as `[BLOCK, groups, channels]`."""
+    """Reshape `[BLOCK, DP]` to `[BLOCK, groups, channels]`."""
     GROUP: tl.constexpr = min(C.BLOCK, SIDE.DP)
     return tl.reshape(x, (C.BLOCK, SIDE.DP // GROUP, GROUP))
 
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """A full block, whose tokens come as they are."""
+    """Quantize and store a full block of unquantized tokens."""
     at = block_of(slot, C)
     d = tl.arange(0, SIDE.DP)
     if SIDE.VALUES:
@@ -140,7 +143,7 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
+    """Return dequantized tokens `[BLOCK, DP]` of a closed block; the returned scales are zeros and unused."""
     at = block_of(slot, C)
     if SIDE.VALUES:
         code = read_codes(S.codes, at, SIDE.BITS, False, SIDE, C).to(tl.float32)
@@ -158,7 +161,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _channels(S, at, SIDE: tl.constexpr):
-    """fp32 scale and zero point `[DP]` of the key channels of block `at`."""
+    """Return fp32 scale and zero point `[DP]` of the key channels of block `at`."""
     d = tl.arange(0, SIDE.DP)
     scale = tl.load(S.scale + at * SIDE.D + d, mask=d < SIDE.D, other=0.0).to(tl.float32)
     return scale, tl.load(S.zero_point + at * SIDE.D + d, mask=d < SIDE.D, other=0.0).to(tl.float32)
@@ -166,7 +169,7 @@ def _channels(S, at, SIDE: tl.constexpr):
 
 @triton.jit
 def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scales of channels go into the query, zero points into a sum of their own."""
+    """Multiply queries with a block of keys. Channel scales multiply the query; zero points go into a separate sum."""
     if C.TILE > 1:
         return tile_scores(S, at, query, SIDE, C)
     else:
@@ -179,8 +182,10 @@ def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
-    """A token's scale goes into its weight, of which each group of channels has one of its own. Values of 3 bits in
-    small groups, and of head dims that no tile holds, are dequantized."""
+    """Add a block of values, as `formats.contract.JitFormat.values`.
+
+    A token's scale multiplies its weight, separately for each group of channels. Two cases are dequantized instead:
+    3-bit values in small groups, and head dimensions without a tile."""
     if SIDE.STRIDED:
         o = tile_values(S, at.block if C.TILE > 1 else at.block + tl.arange(0, 1), p, at.BITS, SIDE, C)
     elif (C.BLOCK >= SIDE.D) and (C.BLOCK >= 64):
@@ -196,7 +201,7 @@ def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
         p_lo, p_hi = in_half_order(p_lo, at.BITS), in_half_order(p_hi, at.BITS)
         HALF: tl.constexpr = C.BLOCK // 2
         k = tl.arange(0, HALF)
-        if HALF < 32:  # what was joined has a layout for 32 tokens in Triton 3.6, and 16 gave wrong sums
+        if HALF < 32:  # Triton 3.6 gives the joined tile a layout for 32 tokens; with 16 the sums were wrong
             x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (SIDE.DP, C.BLOCK))
             p_all = repeated_columns(stack(p_lo, p_hi), C)
             o = tl.dot(_dequantize(S, x, at.block, tl.arange(0, C.BLOCK), at.BITS, SIDE, C), p_all)
@@ -209,7 +214,7 @@ def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _dequantize(S, code, at, k, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Values `[DP, n]` of columns `k` of the codes of `half_values`, in fp16 as their scales and zero points are."""
+    """Return values `[DP, n]` of columns `k` of the codes of `half_values`, in fp16, the dtype of their scales."""
     HALF: tl.constexpr = C.BLOCK // 2
     GROUP: tl.constexpr = min(C.BLOCK, SIDE.DP)
     COUNT: tl.constexpr = (SIDE.D + C.BLOCK - 1) // C.BLOCK
@@ -224,7 +229,7 @@ def _dequantize(S, code, at, k, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.co
 
 
 def absent(fmt: Any, heads: int) -> dict[str, Any]:
-    """What the format's state has not: compensation, where errors are not compensated."""
+    """Return placeholders for tensors missing from the state: `compensation`, if errors are not compensated."""
     return {} if fmt.compensate else {"compensation": None}
 
 

@@ -1,8 +1,7 @@
-"""KIVI: asymmetric 2- to 4-bit codes, of keys by channel over a group of tokens, of values by token over channels.
+"""KIVI: asymmetric 2- to 4-bit codes. Keys are quantized per channel over a group of tokens, values per token.
 
-KIVI (Liu et al.) as the SinkQ and TurboAttention papers describe it. A group of tokens is a block; the newest tokens
-and those of an unfinished group stay in the model's precision.
-"""
+KIVI (Liu et al.) as the SinkQ and TurboAttention papers describe it. A group of tokens is a block. The newest tokens,
+and those of an unfinished group, stay unquantized (bf16/fp16/fp32)."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from qattn_kernels.formats.traits import Compensated
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = FP16_MAX
-NEAR_LARGEST = LARGEST * (1 - 2**-9)  # of a range that fp16 scale and zero point give back: both are rounded
-TILE = 128  # tokens of small blocks that a decode reads at a time
-TOGETHER = 8  # channels whose codes compensation finds at once: of more errors are larger, fewer take longer
-# A step has so many parts, and a number has so many of which shares of errors are counted. Integers up to 2048 are
-# exact in fp16; sums of what is left, and of errors times shares of 512 channels, are below 2^24, so exact in fp32.
+NEAR_LARGEST = LARGEST * (1 - 2**-9)  # end of a range restored from fp16 scale and zero point, which are both rounded
+TILE = 128  # tokens that a decode reads at a time from small blocks
+TOGETHER = 8  # channels that compensation rounds at once: larger groups err more, smaller ones take longer
+# Fixed-point parts of a step, and of a share of an error. Integers up to 2048 are exact in fp16. Sums of remainders,
+# and of errors times shares over 512 channels, stay below 2^24, so they are exact in fp32.
 STEP_PARTS, LARGEST_LEFT = 64, 1984
 SHARE_PARTS, LARGEST_SHARE = 128, 499
 
@@ -29,20 +28,19 @@ SHARE_PARTS, LARGEST_SHARE = 128, 499
 def asymmetric(
     low: torch.Tensor, high: torch.Tensor, bits: int, clip: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp16 scale and zero point of codes for fp32 values from `low` to `high`: `value = code * scale + zero_point`.
+    """Return fp16 scale and zero point for fp32 values from `low` to `high`: `value = code * scale + zero_point`.
 
-    2 bits from -1 to 5: scale 2 and zero point -1, so that 2.4 is code 2, which is read as 3. With `clip`, the share of
-    half a step by which the outer codes lie inside of the range, 1: scale 1.5 and zero point -0.25.
-    """
+    Example, 2 bits from -1 to 5: scale 2 and zero point -1, so 2.4 becomes code 2, which is read as 3. `clip` moves the
+    outermost codes inward by `clip / 2` of a step; with `clip` 1, scale 1.5 and zero point -0.25."""
     low, high = low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST)
-    steps = torch.full_like(low, 2**bits - 1 + clip)  # by a number, CUDA would multiply by its rounded inverse
+    steps = torch.full_like(low, 2**bits - 1 + clip)  # a tensor: CUDA divides by a number via its rounded inverse
     scale = (high - low) / steps
     zero_point = low + scale * (clip / 2) if clip else low
     return scale.half(), zero_point.half()
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes of fp32 `x` from the scale and zero point as they are stored, in fp16; 0 where the scale is 0."""
+    """Return uint8 codes of fp32 `x` for fp16 scale and zero point as stored; 0 where the scale is 0."""
     scale, zero_point = scale.float(), zero_point.float()
     code = torch.round((x - zero_point) / torch.where(scale == 0, 1.0, scale))
     return torch.where(scale == 0, 0.0, code).clamp(0, 2**bits - 1).to(torch.uint8)
@@ -51,19 +49,23 @@ def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits:
 def encode_compensated(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int, compensation: torch.Tensor
 ) -> torch.Tensor:
-    """uint8 codes of fp32 keys whose errors make up for one another: GPTQ's rounding (Frantar et al., arXiv 2210.17323,
-    Algorithm 1) of the channels of a key, `TOGETHER` neighbours at once in place of one after another.
+    """Return uint8 codes of fp32 keys whose channel errors offset each other: GPTQ's rounding.
 
-    Each group of channels is rounded after what the errors of all before it make up for is taken off it: as much of
-    each as leaves least where queries look. At most a step is passed on: a key outside of the range, such as a sink's,
-    would drive its other channels out of it too. Everything is in whole parts of a channel's step, so that sums of
-    products are exact in any order of their terms, that of tensor cores too.
+    GPTQ (Frantar et al., arXiv 2210.17323, Algorithm 1) rounds the channels of a key one after another; this code
+    rounds `TOGETHER` neighbours at once. Before a group of channels is rounded, shares of the errors of all earlier
+    channels are subtracted. The shares minimize the error along the queries.
+
+    A channel passes on at most one step of error. Otherwise a key outside the range, such as a sink's, would push its
+    other channels out of range too. All terms are whole parts of a channel's step, so sums are exact in any order,
+    including that of tensor cores.
 
     Args:
-        x: `[B, H, block, D]`. scale, zero_point: fp16 `[B, H, D]`.
-        compensation: fp16 `[H, D, D]`: how much of the error of channel `i` channel `j`, of a group behind, makes up
-            for, at `[j, i]`: of GPTQ's Cholesky factor `U` of the inverse second moment of the queries, whose rows and
-            columns are groups `I` and `J` here, `inv(U_II) U_IJ`; zeros elsewhere.
+        x: `[B, H, block, D]`.
+        scale, zero_point: fp16 `[B, H, D]`.
+        bits: bits per code.
+        compensation: fp16 `[H, D, D]`. Entry `[j, i]` is the share of channel `i`'s error that channel `j` of a later
+            group takes. It is `inv(U_II) U_IJ` for groups `I` and `J`, with GPTQ's Cholesky factor `U` of the inverse
+            second moment of the queries; zeros elsewhere.
     """
     scale = scale.float()
     inverse = (scale != 0) / torch.where(scale == 0, 1.0, scale)
@@ -78,20 +80,20 @@ def encode_compensated(
         own = left[..., group] - taken
         code[..., group] = torch.round(own / STEP_PARTS).clamp(0, 2**bits - 1)
         error = own - code[..., group] * STEP_PARTS
-        left[..., group] = torch.round(error.clamp(-STEP_PARTS, STEP_PARTS))  # in place of what was left
+        left[..., group] = torch.round(error.clamp(-STEP_PARTS, STEP_PARTS))  # errors replace the remainders
     return code.to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class KiviFormat(Compensated, OpenFormat):
-    """Blocks of asymmetric codes behind a ring in the model's precision.
+    """Blocks of asymmetric codes, with an unquantized ring (bf16/fp16/fp32).
 
     Attributes:
         bits: 2, 3 or 4.
-        clip: of codes of 2 bits, see `asymmetric`.
-        per_token: statistics of a token over groups of as many channels as a block has tokens, codes `[D, tokens]`;
-            else of a channel over the tokens of a block.
-        compensate: of keys by channel: errors of a key's channels make up for one another (`encode_compensated`).
+        clip: shrinks the 2-bit range, see `asymmetric`.
+        per_token: ranges per token, over groups with as many channels as a block has tokens; codes `[D, tokens]`.
+            Otherwise ranges per channel over the tokens of a block.
+        compensate: for keys per channel, errors of a key's channels offset each other (`encode_compensated`).
     """
 
     bits: int = 2
@@ -112,7 +114,7 @@ class KiviFormat(Compensated, OpenFormat):
 
     @property
     def inside(self) -> float:
-        """`clip` as far as codes of these bits have one."""
+        """`clip` if these bits support it, else 0."""
         return self.clip if self.bits == 2 else 0.0
 
     def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
@@ -121,17 +123,18 @@ class KiviFormat(Compensated, OpenFormat):
         return plain._replace(MOST_TILE=tile, STRIDED=self.strided(dim, block))
 
     def tile(self, dim: int, block: int) -> int:
-        """How many blocks a decode may read at a time; packed codes of values are `strided` where these are several."""
+        """Return the maximum blocks that a decode reads at a time. Above one, packed codes of values are `strided`."""
         return TILE // block if self.bits != 3 and dim in (64, 128) and block < dim else 1
 
     def strided(self, dim: int, block: int) -> bool:
-        """Whether every eighth token of a block stands side by side in packed codes, of values in groups smaller than a
-        head: of 32 tokens 0, 8, 16, 24, 1, 9, ... A thread of a tensor core has these of a tile of scores, and packs
-        weights of four tokens in a word as the next product wants them."""
+        """Return whether packed codes of values place every eighth token side by side.
+
+        For 32 tokens the order is 0, 8, 16, 24, 1, 9, ... Used for groups smaller than a head. A tensor core thread
+        holds these tokens in a tile of scores. It packs the weights of four tokens into a word for the next product."""
         return self.per_token and self.tile(dim, block) > 1
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:
-        if self.per_token and dim > max(block, 128):  # of more groups than one a token, which are dequantized
+        if self.per_token and dim > max(block, 128):  # several groups per token, which are dequantized
             return 4
         return super().decode_warps(dim, block, columns)
 
@@ -163,7 +166,9 @@ class KiviFormat(Compensated, OpenFormat):
             write_rows(state[name], block.index, block.write, values)
 
     def _by_channel(self, x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, H, D]` of `x` `[B, H, block, D]`: masked tokens do not widen a range, and none at all have none."""
+        """Return scale and zero point `[B, H, D]` of `x` `[B, H, block, D]`.
+
+        Masked tokens do not widen a range; without any token the range is zero."""
         some = keep.any(-1)[..., None]
         low = torch.where(keep[..., None], x, torch.inf).amin(-2)
         high = torch.where(keep[..., None], x, -torch.inf).amax(-2)
@@ -171,7 +176,8 @@ class KiviFormat(Compensated, OpenFormat):
         return asymmetric(low, high, self.bits, self.inside)
 
     def _by_token(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, H, groups, block]`: of each token over groups of channels, the last of which may be a short one."""
+        """Return scale and zero point `[B, H, groups, block]` of each token over groups of channels. The last group may
+        be short."""
         group, dim = x.shape[-2:]
         channels = torch.arange(dim + -dim % group, device=x.device).clamp(max=dim - 1)
         whole = x[..., channels].unflatten(-1, (-1, group))
@@ -179,7 +185,7 @@ class KiviFormat(Compensated, OpenFormat):
         return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits, self.inside)
 
     def _spread(self, scale: torch.Tensor, zero_point: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point of every value: `[..., block, D]`, or what broadcasts to that."""
+        """Return scale and zero point of every value, in a shape that broadcasts to `[..., block, D]`."""
 
         def spread(scale: torch.Tensor) -> torch.Tensor:
             if not self.per_token:
@@ -192,7 +198,7 @@ class KiviFormat(Compensated, OpenFormat):
         return Operand(self.numbers(state, blocks).to(state["ring"].dtype), None)
 
     def numbers(self, state: State, blocks: int) -> torch.Tensor:
-        """The first `blocks` blocks `[B, Hkv, blocks, block, D]` dequantized, in fp32."""
+        """Return the first `blocks` blocks `[B, Hkv, blocks, block, D]` dequantized, in fp32."""
         codes = state["codes"][:, :, :blocks]
         code = unpack(codes.transpose(-1, -2) if self.per_token else codes, self.bits).float()
         if self.strided(code.shape[-1], code.shape[-2]):
@@ -202,7 +208,7 @@ class KiviFormat(Compensated, OpenFormat):
         return code * scale + zero_point
 
     def clamped_scales(self, state: State) -> torch.Tensor:
-        """Ranges of which one end is FP16's largest number, as far as scale and zero point tell."""
+        """Return the count of ranges with an end at the largest fp16 number, judged by scale and zero point."""
         scale, zero_point = state["scale"].float(), state["zero_point"].float()
         low = zero_point - scale * (self.inside / 2)
         high = low + scale * (2**self.bits - 1 + self.inside)

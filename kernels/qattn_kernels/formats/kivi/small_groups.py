@@ -1,9 +1,8 @@
-"""KIVI's products with groups smaller than a head: a decode reads several such blocks as one tile.
+"""KIVI's products for groups smaller than a head: a decode reads several such blocks as one tile.
 
-A turn of the loop takes about as long for 32 tokens as for 128, so `C.TILE` blocks share one. Keys of each have queries
-of their own, in which its scales are; values of each group of channels have weights of their own. Zero points of keys
-are a product in fp16 with queries as pairs of fp16 numbers, exact to 22 bits.
-"""
+A loop iteration over 32 tokens takes about as long as one over 128, so `C.TILE` blocks share an iteration. Each block
+of keys gets queries multiplied by its scales, and each group of channels of values its own weights. The product with
+the keys' zero points runs in fp16, with queries as pairs of fp16 numbers, exact to 22 bits."""
 
 from __future__ import annotations
 
@@ -18,15 +17,16 @@ from qattn_kernels.jit.tile_order import stack, strided
 
 @triton.jit
 def _halves(x):
-    """Both halves `[n / 2, D]` of the rows of `[n, D]`, each number in the thread of its partner."""
+    """Return both halves `[n / 2, D]` of the rows of `[n, D]`, each number in the thread of its partner."""
     return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
 
 
 @triton.jit
 def write_strided(codes, code, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Codes `[BLOCK, D]` of a block of values, packed as `KiviFormat.strided` says. Tokens that share a byte are
-    neighbours, which lie in several warps: bytes move between them. In a sum over parts, as `write_codes` takes, across
-    warps as the permutation lays them, racecheck saw two writes to one place (Triton 3.6)."""
+    """Pack codes `[BLOCK, D]` of a block of values in the order of `KiviFormat.strided`.
+
+    Tokens that share a byte are neighbours in different warps, so bytes move between warps. A sum over parts, as in
+    `write_codes`, made racecheck report two writes to one address after this permutation (Triton 3.6)."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     low, high = _halves(strided(code.to(tl.uint8)))
     if BITS == 2:
@@ -41,7 +41,7 @@ def write_strided(codes, code, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl
 
 @triton.jit
 def _of_four(tile, INDEX: tl.constexpr):
-    """Row `INDEX` of two or four rows `[rows, n]`: `[1, n]`."""
+    """Return row `INDEX` of two or four rows `[rows, n]`: `[1, n]`."""
     one, other = _halves(tile)
     if tile.shape[0] == 2:
         return other if INDEX == 1 else one
@@ -51,8 +51,8 @@ def _of_four(tile, INDEX: tl.constexpr):
 
 @triton.jit
 def largest_query(scaled, scale):
-    """fp32 `[Q]`, the largest of queries `[DP, Q]` times scales `[DP]` of their channels."""
-    size = tl.max(tl.abs(scaled * scale[:, None]).to(tl.int32, bitcast=True), 0)  # as their bits, which is cheaper
+    """Return fp32 `[Q]`, the largest magnitude of each query `[DP, Q]` times its channel scales `[DP]`."""
+    size = tl.max(tl.abs(scaled * scale[:, None]).to(tl.int32, bitcast=True), 0)  # comparing bits is cheaper
     return tl.maximum(size.to(tl.float32, bitcast=True), TINY)
 
 
@@ -69,7 +69,7 @@ def _block_scores(
     SIDE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Scores `[BLOCK, Q]` of block `INDEX` of a tile, which lies `at`, in the order of its tokens."""
+    """Return scores `[BLOCK, Q]` of block `INDEX` of a tile, at index `at`, in token order."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     d, byte = tl.arange(0, SIDE.DP)[None, :], tl.arange(0, ROWS)[:, None]
     code = unpack_parts(tl.load(S.codes + at * (ROWS * SIDE.D) + byte * SIDE.D + d), BITS, SIDE, C)
@@ -79,8 +79,9 @@ def _block_scores(
 
 @triton.jit
 def tile_scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scores of a tile: a tuple of `[BLOCK, Q]`, each in the order of its tokens. Queries times the scales of each
-    block are in one unit, of which the largest of all has `SPLIT_TOP`."""
+    """Return the scores of a tile: a tuple of `[BLOCK, Q]`, each in token order.
+
+    Queries times block scales share one unit, in which the largest product has `SPLIT_TOP`."""
     TILE: tl.constexpr = C.TILE
     d = tl.arange(0, SIDE.DP)
     high = query.normalized.to(tl.float16)
@@ -102,8 +103,9 @@ def tile_scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _packed_order(x, C: tl.constexpr):
-    """Weights `[TILE * BLOCK, Q]` from the order of `join_blocks` to that of the codes in `_group_values`: parts, then
-    fours of their bytes, then blocks. What a thread has are rows in a row."""
+    """Reorder weights `[TILE * BLOCK, Q]` from `join_blocks` to the code order of `_group_values`.
+
+    That order is parts, then fours of bytes, then blocks. A thread then holds consecutive rows."""
     x = tl.reshape(x, (C.BLOCK // 32, 4, C.TILE, 8, x.shape[1]))
     x = tl.reshape(tl.permute(x, (2, 0, 3, 1, 4)), (C.TILE, C.BLOCK // 4, 4, x.shape[4]))
     return tl.reshape(tl.permute(x, (1, 0, 2, 3)), (C.TILE * C.BLOCK, x.shape[3]))
@@ -111,7 +113,8 @@ def _packed_order(x, C: tl.constexpr):
 
 @triton.jit
 def _of_tokens(x, at, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scales or zero points `x` of one group of channels of a tile's tokens, in `_packed_order`: fp32 `[tokens, 1]`."""
+    """Return scales or zero points `x` of one channel group for a tile's tokens, in `_packed_order`: fp32
+    `[tokens, 1]`."""
     t = (at * SIDE.D)[:, None] + (GROUP * C.BLOCK + tl.arange(0, C.BLOCK))[None, :]
     x = tl.permute(tl.reshape(tl.load(x + t), (C.TILE, C.BLOCK // 32, 4, 8)), (1, 3, 0, 2))
     return tl.reshape(x, (C.TILE * C.BLOCK,)).to(tl.float32)[:, None]
@@ -119,10 +122,11 @@ def _of_tokens(x, at, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _group_values(S, at, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Sums `[BLOCK, Q]` of the values of one group of channels, weighed by `p`; `unit` is `p` over the largest weight,
-    `top`, for INT8 pairs."""
+    """Return sums `[BLOCK, Q]` of the values of one channel group, weighted by `p`.
+
+    `unit` is `p` relative to the largest weight `top`, for INT8 pairs."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    SIZE: tl.constexpr = ROWS * C.BLOCK  # bytes that a group of a block has, one behind the other
+    SIZE: tl.constexpr = ROWS * C.BLOCK  # consecutive bytes of one group of a block
     x = tl.load(S.codes + (at * (ROWS * SIDE.D))[:, None] + (GROUP * SIZE + tl.arange(0, SIZE))[None, :])
     x = tl.permute(tl.reshape(x, (C.TILE, C.BLOCK, ROWS // 4, 4)), (1, 2, 0, 3))
     codes = unpack_parts(tl.reshape(x, (C.BLOCK, C.TILE * ROWS)), BITS, SIDE, C)
@@ -133,9 +137,10 @@ def _group_values(S, at, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, 
 
 @triton.jit
 def tile_values(S, at, p, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Sums `[DP, Q]` of the values of the blocks `at` `[TILE]`, weighed by `p` `[TILE * BLOCK, Q]` as `join_blocks`
-    orders them. Weights of each group of channels are in one unit, of which the largest of all has `SPLIT_TOP`: a
-    smaller group errs by as much as the largest one."""
+    """Return sums `[DP, Q]` of the values of blocks `at` `[TILE]`, weighted by `p`.
+
+    `p` `[TILE * BLOCK, Q]` is in `join_blocks` order. Weights of all channel groups share one unit, in which the
+    largest has `SPLIT_TOP`. A group with small weights has the same absolute error as the largest."""
     FOUR: tl.constexpr = SIDE.D // C.BLOCK == 4
     p = _packed_order(p, C)
     largest = tl.maximum(_of_tokens(S.scale, at, 0, SIDE, C), _of_tokens(S.scale, at, 1, SIDE, C))

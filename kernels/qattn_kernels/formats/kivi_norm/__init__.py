@@ -1,1 +1,1 @@
-"""KIVI's codes by channel of keys that were divided by their norms. Keys only."""
+"""KIVI's per-channel codes of keys divided by their norms. Keys only."""

@@ -1,4 +1,4 @@
-"""KIVI's keys over their norms in kernels: `formats/kivi_norm/reference.py` is the specification. Keys only."""
+"""KIVI's keys divided by their norms, in kernels. `formats/kivi_norm/reference.py` is the specification. Keys only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qattn_kernels.jit.tile_order import to_token_order
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     codes: Any
     scale: Any
@@ -32,7 +32,7 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """A full block, whose tokens come as they are."""
+    """Quantize and store a full block of unquantized tokens."""
     squares = tl.reshape(
         tree_sum(tl.reshape(tokens.code * tokens.code, (tokens.code.shape[0], 1, tokens.code.shape[1]))),
         (tokens.code.shape[0],),
@@ -46,7 +46,7 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
+    """Return dequantized tokens `[BLOCK, DP]` of a closed block; the returned scales are zeros and unused."""
     x, scale = get_unit(S, slot, SIDE, C)
     at = block_of(slot, C) * C.BLOCK + tl.arange(0, C.BLOCK)
     return x * from_bits(tl.load(S.norm + at))[:, None], scale
@@ -54,7 +54,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """Products with keys of norm 1, times their norms."""
+    """Multiply queries with unit-norm keys, then with the keys' norms."""
     norm = from_bits(tl.load(S.norm + at.block * C.BLOCK + tl.arange(0, C.BLOCK)))
     return unit_scores(S, at, query, SIDE, C) * to_token_order(norm, C.PARTS)[:, None]
 

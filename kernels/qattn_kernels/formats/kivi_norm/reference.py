@@ -1,9 +1,8 @@
-"""KIVI's keys by channel, each divided by its norm first: what is left of a channel's range is its direction.
+"""KIVI's per-channel keys, each divided by its norm first, so that channel ranges cover directions only.
 
-A key far smaller than the others, as of an attention sink, lies between the levels of every channel, and its whole
-error goes into a score that most queries give most of their mass. OScaR divides keys by their norms, and KVarN balances
-deviations of tokens and channels in turns; one division by the norm is what gained here.
-"""
+A key much smaller than the others, such as an attention sink's, lies between the levels of every channel. Its error
+then affects a score that holds most of the attention of most queries. OScaR divides keys by their norms, and KVarN
+balances deviations of tokens and channels in turn. Here a single division by the norm gave the gain."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Bits `[..., tokens]` of the root mean square of the channels of fp32 `[..., tokens, D]`, added in the order of
-    `tree_sum`: see `formats/scales.py`."""
+    """Return the bits `[..., tokens]` of each token's root mean square over channels, for fp32 `[..., tokens, D]`.
+
+    Squares are added in the order of `tree_sum`. `formats/scales.py` defines the bits."""
     dim = x.shape[-1]
     padded = torch.nn.functional.pad(x * x, (0, (1 << (dim - 1).bit_length()) - dim))
     return to_bits(torch.sqrt(tree_sum(padded) * (1 / dim)))
@@ -29,12 +29,12 @@ def norms(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KiviNormFormat(KiviFormat):
-    """KIVI of keys over their norms, with a norm of 16 bits a token of a block."""
+    """KIVI of keys divided by their norms, with a 16-bit norm per token."""
 
     name = "kivi_norm"
 
     def tile(self, dim: int, block: int) -> int:
-        return 1  # its scores are of one block
+        return 1  # its scores read one block at a time
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         shape = (geo.batch, geo.heads, geo.blocks, window.block)

@@ -1,4 +1,4 @@
-"""Model precision in kernels: `formats/model/reference.py` is the specification."""
+"""Unquantized keys or values in kernels. `formats/model/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qattn_kernels.jit.tile_order import deinterleave, token_order
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     x: Any
 
@@ -47,7 +47,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
+    """Return scores `[TOKENS, Q]`, in `token_order`, of consecutive keys."""
     k = _tokens(x, token_order(TOKENS, PARTS), SIDE)
     q = repeated_columns(query.raw.to(k.dtype), C)
     return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query.raw_scale
@@ -57,8 +57,9 @@ def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, SIDE: tl.c
 def token_values(
     x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr
 ):
-    """Weighs values that lie `[tokens, D]`, as keys do: the accumulator, and the sum of the weights `p`
-    `[TOKENS, Q]`, which come in `token_order`."""
+    """Add values stored `[tokens, D]`, as keys are. Returns the accumulator and the sum of the weights.
+
+    Weights `p` `[TOKENS, Q]` are in `token_order`."""
     v = tl.trans(_tokens(x, tl.arange(0, TOKENS), SIDE))
     w = repeated_columns(deinterleave(p, PARTS).to(v.dtype), C)
     o = unrepeated_columns(tl.dot(v, w, input_precision="ieee"), C)

@@ -1,4 +1,4 @@
-"""Model precision: the control beside every packed format."""
+"""Unquantized keys or values (bf16/fp16/fp32): the control for every packed format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 @dataclass(frozen=True)
 class ModelFormat(Format):
-    """Keys or values as the model made them."""
+    """Keys or values in the model's dtype."""
 
     name = "model"
     integer = False

@@ -1,1 +1,1 @@
-"""Model precision behind a ring: beside a format that closes blocks both sides of a layer have a ring."""
+"""Unquantized keys or values with a ring, to pair with a format that packs whole blocks: both sides need a ring."""

@@ -1,7 +1,6 @@
-"""Model precision behind a ring in kernels: `formats/model_ring/reference.py` is the specification.
+"""Unquantized keys or values with a ring, in kernels. `formats/model_ring/reference.py` is the specification.
 
-Others use the ring too.
-"""
+Other formats use its ring functions."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from qattn_kernels.formats.model.jit import token_scores, token_values
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """State tensors of one side, by their names in the state."""
 
     x: Any
     ring: Any
@@ -25,7 +24,7 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """A full block, its masked tokens included: they are zeros, and nothing else may be left of what lay there."""
+    """Store a full block. Masked tokens are written as zeros, to overwrite older data in the block."""
     every = tokens.t >= 0
     put_tokens(S, Tokens(tokens.code, tokens.scale, tokens.keep, every, tokens.t), slot, SIDE, C)
 

@@ -1,4 +1,4 @@
-"""Model precision behind a ring: beside a format that closes blocks both sides of a layer have a ring."""
+"""Unquantized keys or values with a ring, to pair with a format that packs whole blocks: both sides need a ring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qattn_kernels.formats.model.reference import ModelFormat
 
 @dataclass(frozen=True)
 class ModelRingFormat(OpenFormat, ModelFormat):
-    """Keys or values as the model made them, in the ring and in the arenas."""
+    """Keys or values in the model's dtype, in the ring and in the arenas."""
 
     name = "model_ring"
 

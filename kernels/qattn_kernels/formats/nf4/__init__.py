@@ -1,1 +1,1 @@
-"""NF4: a scale a block of channels, and one code a channel among 16 quantiles of the normal distribution (QLoRA)."""
+"""NF4 (QLoRA): one scale per block of channels, one code per channel among 16 quantiles of the normal distribution."""

@@ -1,4 +1,4 @@
-"""NF4 in kernels: `formats/nf4/reference.py` is the specification."""
+"""NF4 in kernels. `formats/nf4/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ LOOKUP = tl.constexpr(lookup(integers()))
 
 @triton.jit
 def encode(x, BITS: tl.constexpr):
-    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and bits of their scales: of 16 levels a half, then a half of
-    that, until one is left."""
+    """Return int32 codes of fp32 groups `[BLOCK, groups, GROUP]`, and bits of their scales.
+
+    Finds the level by bisection: half of the 16 levels, then half of that half, until one is left."""
     scale = to_bits(tl.max(tl.abs(x), 2))
     whole = tl.broadcast_to(from_bits(scale)[:, :, None], x.shape)
     a = x > whole * MIDPOINTS[7]
@@ -33,44 +34,44 @@ def encode(x, BITS: tl.constexpr):
 
 @triton.jit
 def _quarter(a, b, whole, I: tl.constexpr):
-    """Midpoint `I` of the quarter of the levels that `a`, the upper half, and `b`, its upper half, say."""
+    """Return midpoint `I` of a quarter of the levels. `a`: in the upper half. `b`: in the upper half of that half."""
     upper = tl.where(b, whole * MIDPOINTS[12 + I], whole * MIDPOINTS[8 + I])
     return tl.where(a, upper, tl.where(b, whole * MIDPOINTS[4 + I], whole * MIDPOINTS[I]))
 
 
 @triton.jit
 def levels(code, BITS: tl.constexpr):
-    """int8 levels of int32 codes, in plain arithmetic."""
+    """Return int8 levels of int32 codes, in plain arithmetic."""
     return levels_of(code, WORDS[0], WORDS[1], WORDS[2], WORDS[3])
 
 
 @triton.jit
 def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 levels of the codes in the lower and in the upper halves of words."""
+    """Return int8 levels of the codes in the lower and the upper halves of words."""
     return half_levels_of(x, levels, LOOKUP, BITS, PLAIN)
 
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Writes a full block, whose tokens come as they are."""
+    """Quantize and store a full block of unquantized tokens."""
     put_block(S, tokens.code, block_of(slot, C), encode, True, SIDE, C)
 
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
+    """Return dequantized tokens `[BLOCK, DP]` of a closed block; the returned scales are zeros and unused."""
     return get_block(S, block_of(slot, C), levels, UNIT, True, SIDE, C)
 
 
 @triton.jit
 def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
-    """Scores `[BLOCK, Q]` of queries with a block of keys, in `token_order`."""
+    """Return scores `[BLOCK, Q]` of queries with a block of keys, in `token_order`."""
     return block_scores(S, at.block, query, half_levels, UNIT, at.BITS, SIDE, C)
 
 
 @triton.jit
 def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
-    """The accumulator with the values of a block, and the sum of the weights."""
+    """Return the accumulator plus the weighted values of a block, and the sum of the weights."""
     return block_values(S, at.block, p, acc, alpha, beta, half_levels, UNIT, at.BITS, SIDE, C)
 
 

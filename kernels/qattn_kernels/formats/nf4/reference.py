@@ -1,8 +1,8 @@
-"""NF4: a scale a block of channels, and one code a channel among 16 quantiles of the normal distribution.
+"""NF4: one scale per block of channels, one code per channel among 16 quantiles of the normal distribution.
 
-QLoRA (Dettmers et al. 2023), section 3 and appendix E. Its double quantization of scales is left out: theirs are fp32
-and cost half a bit a value, ours have 16 bits and cost a quarter of one at the same block of 64.
-"""
+QLoRA (Dettmers et al. 2023), section 3 and appendix E. The paper's fp32 scales cost half a bit per value and are
+quantized again; that double quantization is omitted here. 16-bit scales cost a quarter of a bit at the same block of
+64."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ import torch
 from qattn_kernels.formats.channel_block.reference import CodebookFormat
 from qattn_kernels.formats.scales import from_bits, to_bits
 
-# The outermost quantile lies half a step inside: that of 16 levels above zero and of 15 below, averaged.
+# Outermost quantile, half a step inside: the average for 16 levels above zero and 15 below.
 OFFSET = 1 - (1 / 32 + 1 / 30) / 2
-TOP = 127  # INT8 levels are the paper's times this, rounded: at most 0.4 % of the largest value of a block
+TOP = 127  # INT8 levels are the paper's times this, rounded: an error of at most 0.4 % of a block's largest value
 
 
 @lru_cache(maxsize=1)
 def quantiles() -> tuple[float, ...]:
-    """The paper's levels, from -1 to 1, ascending: seven below zero, zero, and eight above, each half of them quantiles
-    at even steps from `OFFSET` down to the median, in shares of the largest."""
+    """Return the paper's levels from -1 to 1, ascending: seven below zero, zero, and eight above.
+
+    Each half consists of quantiles at even steps from `OFFSET` down to the median, relative to the largest."""
     positive, negative = (
         [NormalDist().inv_cdf(OFFSET + (0.5 - OFFSET) * i / count) for i in range(count)] for count in (8, 7)
     )
@@ -33,21 +34,23 @@ def quantiles() -> tuple[float, ...]:
 
 
 def integers() -> tuple[int, ...]:
-    """The levels as INT8, so that products of integers are exact about them."""
+    """Return the levels as INT8, so that integer products with them are exact."""
     return tuple(round(x * TOP) for x in quantiles())
 
 
 def midpoints() -> tuple[float, ...]:
-    """Between neighbouring INT8 levels, in shares of the scale."""
+    """Return the midpoints between neighbouring INT8 levels, relative to the scale."""
     return tuple((a + b) / (2 * TOP) for a, b in pairwise(integers()))
 
 
 @dataclass(frozen=True)
 class Nf4Format(CodebookFormat):
-    """`scale = max|x|` of a block of channels of a token, in 16 bits. A channel gets the nearest level of `x / scale`.
+    """NF4: a 16-bit `scale = max|x|` per block of channels of a token, and one code per channel.
+
+    A channel's code is the nearest level of `x / scale`.
 
     Attributes:
-        group_size: channels that share a scale: 32, 64 or 128; at most the next power of two of the head dim.
+        group_size: channels that share a scale: 32, 64 or 128, at most the next power of two of the head dimension.
     """
 
     group_size: int = 64

@@ -1,4 +1,4 @@
-"""llama.cpp's blocks of 32 channels in kernels: `formats/quant_block/reference.py` is the specification."""
+"""llama.cpp's blocks of 32 channels in kernels. `formats/quant_block/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from qattn_kernels.jit.rows import block_of
 
 UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
 UNIT_8 = tl.constexpr(1.0)
-LARGEST = tl.constexpr(65504.0)  # of fp16
+LARGEST = tl.constexpr(65504.0)  # largest fp16 number
 
 
 @triton.jit
 def encode(x, BITS: tl.constexpr):
-    """`code_bits` of fp32 groups `[BLOCK, groups, GROUP]` and stored scales; needs `enable_fp_fusion=False`."""
+    """Return `code_bits` of fp32 groups `[BLOCK, groups, GROUP]`, and stored scales. Needs `enable_fp_fusion=False`."""
     low, high = tl.min(x, 2), tl.max(x, 2)
     if BITS == 8:
         top = tl.maximum(high, -low)
@@ -37,7 +37,7 @@ def encode(x, BITS: tl.constexpr):
 
 @triton.jit
 def levels(code, BITS: tl.constexpr):
-    """int8 levels of codes as they were read, in `UNIT_8` or `UNIT_4`."""
+    """Return int8 levels of codes, in units of `UNIT_8` or `UNIT_4`."""
     if BITS == 8:
         return code.to(tl.int8)
     else:

@@ -1,4 +1,4 @@
-"""llama.cpp's `q8_0` and `q4_0`: blocks of 32 channels of a token with one scale of 16 bits."""
+"""llama.cpp's `q8_0` and `q4_0`: blocks of 32 channels of a token with one 16-bit scale."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class QuantBlockFormat(ChannelBlockFormat):
-    """8 bits: `scale = max|x| / 127`, `code = round(x / scale)`. 4 bits: `scale = m / -8` with `m` the SIGNED value of
-    largest magnitude (the negative one of two), `code = min(15, floor(x / scale + 8.5))`, `value = (code - 8) * scale`.
+    """Blocks of llama.cpp in 8 or 4 bits.
 
-    Codes come from the scale as it is stored, rounded: of 4 bits to fp16, since it has a sign.
-    """
+    8 bits: `scale = max|x| / 127`, `code = round(x / scale)`. 4 bits: `scale = m / -8`, where `m` is the signed value
+    of largest magnitude (on a tie the negative one); `code = min(15, floor(x / scale + 8.5))`,
+    `value = (code - 8) * scale`.
+
+    Codes are computed from the stored, rounded scale. 4-bit scales are signed and stored in fp16."""
 
     name = "quant_block"
 
@@ -31,7 +33,8 @@ class QuantBlockFormat(ChannelBlockFormat):
         low, high = x.aminmax(dim=-1)
         if self.bits == 8:
             top = torch.maximum(high, -low)
-            scale = to_bits(top / torch.full_like(top, 127))  # by a number, CUDA would multiply by its rounded inverse
+            # a tensor: CUDA divides by a number via its rounded inverse
+            scale = to_bits(top / torch.full_like(top, 127))
         else:
             signed = torch.where(high > -low, high, low) / -8  # exact: a power of two
             scale = signed.clamp(-FP16_MAX, FP16_MAX).half()

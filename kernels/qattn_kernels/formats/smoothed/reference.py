@@ -1,9 +1,8 @@
-"""Smoothed keys: a row's mean key is subtracted before another format quantizes them, and kept beside the codes.
+"""Smoothed keys: a row's mean key is subtracted before another format quantizes them, and stored separately.
 
-SageAttention2's smoothing of K: channels of keys share a mean that queries see as one constant, so that codes need not
-span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and
-the log-sum-exp as they are.
-"""
+This is SageAttention2's smoothing of K. The channel mean shared by all keys adds the same constant to a query's scores,
+so codes need not span it. Scores here add the mean's part back and equal those of the true keys. Soft caps, learned
+sinks and the log-sum-exp therefore stay correct."""
 
 from __future__ import annotations
 
@@ -19,7 +18,9 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens of fp32 `[..., tokens, D]`, halves added until one is left: an order that a kernel can keep."""
+    """Return the sum over tokens of fp32 `[..., tokens, D]`, adding halves until one token is left.
+
+    Kernels add in the same order."""
     while x.shape[-2] > 1:
         first, second = x.chunk(2, -2)
         x = first + second
@@ -28,10 +29,10 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SmoothedFormat(Format):
-    """Keys in the format `inner`, less the mean key of their row's first block, which is fixed when that closes.
+    """Keys in the format `inner`, minus the mean key of their row's first block.
 
-    The ring is the inner format's and holds tokens as they came: until a row has a block there is no mean.
-    """
+    The mean is fixed when that block closes. The ring is the inner format's and holds tokens without smoothing, because
+    a row without a block has no mean."""
 
     inner: Format = field(default_factory=IntGroupFormat)
 
@@ -69,18 +70,17 @@ class SmoothedFormat(Format):
         return self.core.quantize_tokens(new, state)
 
     def block_form(self, tokens: Operand, state: State) -> Operand:
-        """The inner format's block form of tokens less the row's mean, with that mean beside it.
+        """Return the inner format's block form of tokens minus the row's mean, with that mean as `mean`.
 
-        While the row has no mean, that of what stands in its first block, whose empty slots count as zeros: any mean
-        leaves the scores as they are.
-        """
+        A row without a mean uses the mean of its first block's tokens, where empty slots count as zeros. Any mean gives
+        the same scores."""
         if not self.integer:
             return self.core.block_form(tokens, state)
         x = tokens.dequantize()
         first = tree_sum(x[:, :, 0]) / x.shape[-2]
         fixed = (state["mean"] != 0).any(-1, keepdim=True)
         mean = torch.where(fixed, state["mean"], first)[:, :, None, None]
-        filled = (tokens.scales != 0)[..., None]  # empty and masked slots have a scale of zero, and so have zeros
+        filled = (tokens.scales != 0)[..., None]  # empty slots, masked slots and zeros have scale 0
         coded = self.core.block_form(self.core.requantize(torch.where(filled, x - mean, 0.0)), state)
         return coded._replace(mean=mean.expand(-1, -1, x.shape[2], -1, -1))
 

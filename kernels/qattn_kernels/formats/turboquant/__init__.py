@@ -1,1 +1,1 @@
-"""TurboQuant: a norm a block of channels, and one code a channel in the Lloyd-Max codebook of the unit normal."""
+"""TurboQuant: one norm per block of channels, one code per channel in the Lloyd-Max codebook of the unit normal."""

@@ -1,4 +1,4 @@
-"""TurboQuant in kernels: `formats/turboquant/reference.py` is the specification."""
+"""TurboQuant in kernels. `formats/turboquant/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOKUP_2, LOOKUP_3, LOOKUP_4 = (tl.constexpr(lookup(codebook(bits))) for bits in
 
 @triton.jit
 def levels(code, BITS: tl.constexpr):
-    """int8 levels of int32 codes, in plain arithmetic."""
+    """Return int8 levels of int32 codes, in plain arithmetic."""
     if BITS == 2:
         return levels_of(code, WORDS_2[0], WORDS_2[1], WORDS_2[2], WORDS_2[3])
     elif BITS == 3:
@@ -32,7 +32,7 @@ def levels(code, BITS: tl.constexpr):
 
 @triton.jit
 def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 levels of the codes in the lower and in the upper halves of words."""
+    """Return int8 levels of the codes in the lower and the upper halves of words."""
     if BITS == 2:
         return half_levels_of(x, levels, LOOKUP_2, BITS, PLAIN)
     elif BITS == 3:
@@ -43,7 +43,7 @@ def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def tree_sum(x):
-    """Sum of the last of three dimensions, neighbours first, as the reference does."""
+    """Return the sum over the last of three dimensions, neighbours first, as the reference does."""
     if x.shape[2] == 1:
         return tl.reshape(x, (x.shape[0], x.shape[1]))
     else:
@@ -53,7 +53,7 @@ def tree_sum(x):
 
 @triton.jit
 def _sizes(x, deviation, BITS: tl.constexpr):
-    """How many midpoints of the positive levels lie below |x|."""
+    """Return the number of midpoints between positive levels that lie below |x|."""
     if BITS == 2:
         middles: tl.constexpr = MIDPOINTS_2
     elif BITS == 3:
@@ -68,7 +68,8 @@ def _sizes(x, deviation, BITS: tl.constexpr):
 
 @triton.jit
 def encode(x, BITS: tl.constexpr):
-    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and bits of their scales; needs `enable_fp_fusion=False`."""
+    """Return int32 codes of fp32 groups `[BLOCK, groups, GROUP]`, and bits of their scales. Needs
+    `enable_fp_fusion=False`."""
     squares = tree_sum(x * x)
     deviation = tl.sqrt_rn(squares * (1.0 / x.shape[2]))
     size = _sizes(x, tl.broadcast_to(deviation[:, :, None], x.shape), BITS)

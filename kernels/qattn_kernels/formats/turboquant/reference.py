@@ -1,8 +1,7 @@
-"""TurboQuant: a norm a block of channels, and one code a channel in the Lloyd-Max codebook of the unit normal.
+"""TurboQuant: one norm per block of channels, one code per channel in the Lloyd-Max codebook of the unit normal.
 
-What is stored should be rotated (`rotate`), which makes channels nearly normal. As in the authors' released code there
-is one codebook, no polar angles and no sign bits, and no second stage for the residual (QJL).
-"""
+Rotate tokens before storing them (`rotate`): rotation makes channels nearly normal. This follows the authors' released
+code: one codebook, without polar angles, sign bits or a second stage for the residual (QJL)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from qattn_kernels.formats.scales import to_bits
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the last dimension, a power of two, neighbours first: every implementation must take this order."""
+    """Return the sum over the last dimension, a power of two, adding neighbours first. Every implementation uses this
+    order."""
     while x.shape[-1] > 1:
         x = x[..., 0::2] + x[..., 1::2]
     return x[..., 0]
@@ -24,13 +24,14 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TurboQuantFormat(CodebookFormat):
-    """The nearest level of `x / deviation` for each channel; the scale is the block's norm over that of its levels, so
-    that the restored block has the norm it had.
+    """TurboQuant: the nearest level of `x / deviation` per channel.
+
+    The scale is the block's norm divided by the norm of its levels, so a restored block keeps its norm.
 
     Attributes:
-        bits: 2, 3 or 4. Codes count the levels from the lowest.
-        norm_block: channels that share a norm, 0 all; never more than are rotated together, the largest power of two
-            that divides the head dim.
+        bits: 2, 3 or 4. Codes number the levels from the lowest.
+        norm_block: channels that share a norm, 0 for all. At most the channels rotated together, which is the largest
+            power of two that divides the head dimension.
     """
 
     norm_block: int = 32
@@ -50,7 +51,7 @@ class TurboQuantFormat(CodebookFormat):
         size = sum((x.abs() > middle * deviation).to(torch.uint8) for middle in midpoints(self.bits))
         half = len(LEVELS[self.bits])
         code = torch.where(x < 0, half - 1 - size, half + size)
-        norm = self.integers(code).square().sum(-1)  # of integers below 2^24: exact in any order
+        norm = self.integers(code).square().sum(-1)  # integers below 2^24: exact in any order
         return code, to_bits(torch.sqrt(squares / norm) / UNIT)
 
 

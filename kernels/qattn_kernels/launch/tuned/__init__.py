@@ -1,9 +1,8 @@
-"""Launch configurations as they were measured, a JSON file for each GPU.
+"""Measured launch configurations, one JSON file per GPU.
 
-A file is named as the GPU is, in small letters with hyphens: `nvidia-h200.json` for "NVIDIA H200". A GPU without a file
-gets that of `DEFAULT`, and a line is logged. Results do not depend on them, but for the last digits, by the order of
-sums, and where weights are rounded to INT8 by the tile against whose largest weight they are.
-"""
+A file has the GPU's name in lower case with hyphens: `nvidia-h200.json` for "NVIDIA H200". A GPU without a file uses
+that of `DEFAULT`, and a line is logged. Configurations change results only in the last digits, through the order of
+sums. INT8 weights also depend on the tile whose largest weight they are rounded against."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ log = logging.getLogger(__name__)
 
 
 class Prefill(NamedTuple):
-    """How a prefill is launched.
+    """Launch configuration of a prefill.
 
     Attributes:
-        bn: slots of a tile where no position is compared.
-        tail: slots of a tile where some are.
-        warps: of a program, for each 64 of its queries.
+        bn: slots per tile without position checks.
+        tail: slots per tile with position checks.
+        warps: warps per 64 queries of a program.
         stages: tiles in flight.
-        queries: of a program, unless their scale says.
-        kib: of shared memory that a program must be able to have, if the configuration pays on such GPUs alone.
+        queries: queries per program, unless their shared scale decides.
+        kib: minimum KiB of shared memory per program for which the configuration pays, 0 for any.
     """
 
     bn: int
@@ -42,11 +41,11 @@ class Decode(NamedTuple):
     """How many programs share a row's context in a decode (split-KV).
 
     Attributes:
-        least: blocks of a program: for less its own start and its share of the merge cost more than it saves.
-        long: tokens of a program from which twice as many programs take part; half as many where there is room for all.
-        most: programs of a row and head that are worth their merge, where each has fewer tokens.
-        most_long: the same where each has more.
-        whole: of the places that a wave of programs should take, a fraction.
+        least: minimum blocks per program: with fewer, its startup and its part of the merge cost more than it saves.
+        long: tokens per program from which twice the programs take part; half that number if all programs have room.
+        most: maximum programs per row and head that are worth their merge, if each has fewer tokens than `long`.
+        most_long: the same if each has more.
+        whole: fraction of a wave's places that programs should fill.
     """
 
     least: int
@@ -57,14 +56,14 @@ class Decode(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """What was measured on one GPU.
+    """Measurements on one GPU.
 
     Attributes:
-        gpu: its name, as `torch.cuda.get_device_name` has it.
-        decode: for all calls.
-        prefill: by the dtype of the product with values ("int8", "fp8", "half", "float"), and the power of two from 64
-            on that holds the larger head dim; the best first, then those that take less shared memory
-            (`launch.tiles`).
+        gpu: name from `torch.cuda.get_device_name`.
+        decode: configuration of all decode calls.
+        prefill: configurations by kind and head dimension. The kind is the dtype of the product with values ("int8",
+            "fp8", "half", "float"). The dimension is the larger one of K and V, rounded up to a power of two from 64
+            on. The best configuration comes first, then smaller ones (`launch.tiles`).
     """
 
     gpu: str
@@ -73,7 +72,7 @@ class Tuned(NamedTuple):
 
 
 def read(gpu: str) -> Tuned | None:
-    """The table of a GPU by its name; None if there is none."""
+    """Return the table of a GPU by its name, or None."""
     file = resources.files(__name__) / f"{gpu.lower().replace(' ', '-')}.json"
     if not file.is_file():
         return None
@@ -88,7 +87,7 @@ def read(gpu: str) -> Tuned | None:
 
 @lru_cache
 def tuned_for(gpu: str) -> Tuned:
-    """The table of a GPU, or that of `DEFAULT`, which is logged once."""
+    """Return the table of a GPU, or of `DEFAULT` if the GPU has none. The fallback is logged once."""
     found = read(gpu)
     if found is None:
         log.warning("launch configurations were not measured on %s: those of %s are used", gpu, DEFAULT)

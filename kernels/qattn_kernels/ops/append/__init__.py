@@ -1,1 +1,1 @@
-"""Write new tokens: into the ring or the arena, and close the blocks that are full."""
+"""Append new tokens to the ring buffer or the packed blocks, and quantize every block that is full."""

@@ -1,4 +1,4 @@
-"""Smoothed keys in kernels: the mean key that is subtracted from them; `formats/smoothed/reference.py` specifies it."""
+"""Mean key that smoothing subtracts, in Triton. `formats/smoothed/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from qattn_kernels.ops.append.smooth import dequantize, mean_key
 @triton.jit(do_not_specialize=["span_stride", "NB"])
 def mean_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB, K_QUANTIZE: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
-    """Program (head, row) before a long call: `CALL_MEAN` `[B, H, D]`, the mean that the call subtracts from its keys.
-    It is the row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the
-    first."""
+    """Compute the mean key that a long call subtracts from its keys. Runs before the call, one program per (head, row).
+
+    `CALL_MEAN` fp32 `[B, H, D]` receives the mean. A row that has a packed block uses its stored mean `K_MEAN`. A row
+    whose first block closes in this call computes the mean of that block and stores it in `K_MEAN`. Any other row uses
+    the mean of its unfinished first block."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     SIDE: tl.constexpr = C.K

@@ -1,12 +1,12 @@
-"""Append and close of a short call in Triton: one program a block of the open span (open and new tokens), KV head and
-row, or one for its keys and one for its values; `reference.py` specifies it. Of a long call: `long_call.py`.
+"""Append and close for short calls, in Triton. `reference.py` is the specification; `long_call.py` has the long calls.
 
-A short call has at most 32 tokens and is followed by a decode. A format without a ring (`C.RING == 0`) gives tokens
-their final form at once. `S` is the tensors of one side, keys or values; `C` a `launch.constants.Sizes`.
+One program handles one block of the open span (open tokens plus new tokens) of one KV head and row. Keys and values can
+also get separate programs. A short call has at most 32 tokens and is followed by a decode. A format without a ring
+(`C.RING == 0`) packs tokens as they arrive. `S` holds the tensors of one side (keys or values); `C` is a
+`launch.constants.Sizes`.
 
-Every kernel here makes codes, so it is launched with `enable_fp_fusion=False`: a product fused into a rounding would
-give other codes than the reference.
-"""
+Launch every kernel in this file with `enable_fp_fusion=False`. A multiply fused into a rounding would produce codes
+that differ from the reference."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from qattn_kernels.ops.sink_pool.kernel import compete
 
 
 class Codec(NamedTuple):
-    """Functions of a format; `formats.contract.JitFormat` says what each does. Made in the call that takes it: a
-    variable inside a kernel can hold no functions."""
+    """Functions of one format; `formats.contract.JitFormat` documents each.
+
+    Build the tuple inside the call that takes it: a variable inside a kernel cannot hold functions."""
 
     quantize_tokens: Any
     block_form: Any
@@ -38,16 +39,16 @@ class Codec(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The block of the open span that a program writes.
+    """One block of the open span, as seen by the program that writes it.
 
     Attributes:
         b, h, bh: row, KV head, and both as one index.
         row: the `layout.Row`.
-        index: of the block among those of its row.
+        index: index of the block within its row.
         home: the `Home` of its codes.
         start: row position of its first token.
-        used: whether it holds a token of the row.
-        closes: whether it is packed in this call.
+        used: whether the block holds a token of the row.
+        closes: whether this call packs the block.
         flags: pointer to the mask bits of the head's first block.
     """
 
@@ -64,8 +65,8 @@ class Block(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Where the codes of a block lie: block `index` of row `b`, whose heads have room for `capacity` each. In a pool a
-    page of the only row."""
+    """Location of a block's codes: block `index` of row `b`, with `capacity` blocks per head. In a page pool, `index`
+    is a page and `b` is 0."""
 
     b: Any
     index: Any
@@ -74,7 +75,7 @@ class Home(NamedTuple):
 
 @triton.jit
 def to_ring(S, code, scale, pos, write, bh, SIDE: tl.constexpr, C: tl.constexpr):
-    """Open tokens at row positions `pos` into their slots, where `write` holds."""
+    """Write open tokens to the ring slots of their row positions `pos`, where `write` is true."""
     inside = write[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
     tl.store(ring_codes(S, pos % C.RING, C.RING, bh, SIDE), code.to(S.ring.dtype.element_ty), mask=inside)
     if S.ring.dtype.element_ty == tl.int8:
@@ -83,14 +84,15 @@ def to_ring(S, code, scale, pos, write, bh, SIDE: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def _row_mean(S, K_MEAN, block, C: tl.constexpr):
-    """The mean key that a block of a short call subtracts from its keys; the row's first block fixes it."""
+    """Return the mean key, fp32 `[DP]`, that a closing block of a short call subtracts. The row's first block sets the
+    mean."""
     SIDE: tl.constexpr = C.K
     d, bh = tl.arange(0, SIDE.DP), block.bh
     if block.row.closed == 0:
         t = tl.arange(0, C.BLOCK)
         code, scale = from_ring(S, block.start - block.index * C.BLOCK + t, t >= 0, bh, SIDE, C)
-        first = (block.home.index - block.index) * C.BLOCK  # of the row's first block: in a pool no other one closes
-        mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, first + t) == 0, True)  # of a full block
+        first = (block.home.index - block.index) * C.BLOCK  # the row's first block; in a page pool only it closes here
+        mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, first + t) == 0, True)  # block is full
         if block.index == 0:
             tl.store(K_MEAN + bh * SIDE.D + d, mean, mask=d < SIDE.D)
     else:
@@ -100,17 +102,18 @@ def _row_mean(S, K_MEAN, block, C: tl.constexpr):
 
 @triton.jit
 def _among(at, pos, those):
-    """1 at the positions `at` `[BLOCK]` that are one of `pos` `[NEW]` where `those` holds."""
+    """Return int32 `[BLOCK]`: 1 where the position in `at` `[BLOCK]` equals a `pos` `[NEW]` for which `those` is
+    true."""
     return tl.max((at[:, None] == tl.where(those, pos, -1)[None, :]).to(tl.int32), 1)
 
 
 class Arrivals(NamedTuple):
-    """The new tokens of a block in a short call, `[NEW]`.
+    """New tokens that a short call adds to a block, `[NEW]`.
 
     Attributes:
-        pos: their row positions.
-        new: whether they are tokens of the block.
-        bad: those that are masked, whose bits may not be written yet.
+        pos: row positions.
+        new: whether the token belongs to the block.
+        bad: whether the token is masked. Its bit in the mask may not be written yet.
     """
 
     pos: Any
@@ -120,7 +123,8 @@ class Arrivals(NamedTuple):
 
 @triton.jit
 def own_place(S, b, h, first, codec, SIDE: tl.constexpr, C: tl.constexpr):
-    """Where the codes of head `h` go, noted when the row's `first` block closes, unless rows rank their heads."""
+    """Return the place of head `h`'s codes, without ranking. The format records the place when the row's `first` block
+    closes."""
     if codec.place is None:
         return h
     else:
@@ -129,7 +133,7 @@ def own_place(S, b, h, first, codec, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _place(S, source, masks, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
-    """Where the codes of the block's head go: decided when the row's first block closes."""
+    """Return the place of the head's codes. Formats that rank heads decide it when the row's first block closes."""
     b, h, row = block.b, block.h, block.row
     place = own_place(S, b, h, block.index == 0, codec, SIDE, C)
     if SIDE.RANK >= 0:
@@ -141,8 +145,10 @@ def _place(S, source, masks, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, codec, SIDE: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
-    """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed.
-    `stale`: a crop left tokens behind the row's end. `chosen`: the tokens `[BLOCK]` that the sink pool takes."""
+    """Write keys or values of one block in a short call: new tokens first, then the whole block if it closes.
+
+    New tokens go to the ring, or to the arenas if the format has no ring. `stale`: a crop left old tokens after the
+    row's end. `chosen`: bool `[BLOCK]`, tokens that the sink pool takes."""
     h, bh, home, pos, new = block.h, block.bh, block.home, arrivals.pos, arrivals.new
     code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)
@@ -157,11 +163,11 @@ def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, cod
         to_ring(S, code, scale, pos, new, bh, SIDE, C)
         if block.closes:
             place = _place(S, source, masks, block, codec, SIDE, C)
-            tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
+            tl.debug_barrier()  # the threads that read the block are not those that wrote its last tokens
             full, full_scale = from_ring(S, block.start + t, t >= 0, bh, SIDE, C)
             masked = slot_bits(block.flags, home.index * C.BLOCK + t) | _among(block.start + t, pos, arrivals.bad)
             keep = masked == 0
-            if C.ENTRIES > 0 and not SIDE.VALUES:  # values stay in: see `ops/sink_pool/reference.py`
+            if C.ENTRIES > 0 and not SIDE.VALUES:  # sinks stay in the values' scales: see `ops/sink_pool/reference.py`
                 keep = keep & ~chosen
             if SIDE.SMOOTH:
                 mean = _row_mean(S, K_MEAN, block, C)
@@ -173,7 +179,7 @@ def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, cod
 
 @triton.jit
 def _home(PAGES, b, index, NB, C: tl.constexpr):
-    """Where block `index` of a row with `NB` lies."""
+    """Return the `Home` of block `index` of row `b`, whose capacity is `NB` blocks."""
     if C.PAGED:
         return Home(0, block_at(PAGES, b, index, NB, C), PAGES[1])
     else:
@@ -182,14 +188,16 @@ def _home(PAGES, b, index, NB, C: tl.constexpr):
 
 @triton.jit
 def _flags(DROPPED, PAGES, b, h, index, home, NB, C: tl.constexpr):
-    """Base of the mask bits of a row's block `index`, for offsets that count from `home.index`."""
+    """Return the base pointer for the mask bits of a row's block `index`, such that offsets count from `home.index`."""
     return first_bits(DROPPED, PAGES, b, h, NB, C) + (bits_at(home.index, index, C) - home.index) * (C.BLOCK // 8)
 
 
 @triton.jit
 def note_block(ROWS, SPANS, span_stride, blocks, block, j, C: tl.constexpr):
-    """What is one for all heads: the row's numbers for later kernels, behind them the tokens that do not fit, and block
-    `j` of the open span, if it closes."""
+    """Store the facts that all heads share; only programs of head 0 write.
+
+    The first program of a row stores the `Row` for later kernels, followed by the count of tokens that do not fit. If
+    block `j` of the open span closes, its program also stores the block's position and length."""
     b, row = block.b, block.row
     if block.h == 0:
         if j == 0:
@@ -203,7 +211,7 @@ def note_block(ROWS, SPANS, span_stride, blocks, block, j, C: tl.constexpr):
 
 @triton.jit
 def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
-    """Bits of a block's masked tokens `gone` `[BLOCK]`, and the count of the new ones among them."""
+    """Write the mask bits of a block from `gone` `[BLOCK]`, and add its new non-finite tokens `bad` to `NONFINITE`."""
     eights = tl.reshape(gone << (tl.arange(0, C.BLOCK) % 8), (C.BLOCK // 8, 8))
     tl.store(flags + index * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8), tl.sum(eights, 1).to(tl.uint8))
     worse = tl.sum(bad.to(tl.int64), 0)
@@ -213,8 +221,10 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 @triton.jit
 def _sinks_of(K, V, sinks, k, v, arrivals, block, k_codec, v_codec, C: tl.constexpr):
-    """The tokens `[BLOCK]` that the sink pool takes of the block that closes, with the new tokens `k` and `v` in it. It
-    finds all in the ring; another program may write the values there too."""
+    """Return bool `[BLOCK]`: the tokens of the closing block that the sink pool takes, new tokens `k` and `v` included.
+
+    Writes both sides to the ring first, because the pool reads every token there. Another program may write the same
+    values at the same time."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     row, pos, new, bh = block.row, arrivals.pos, arrivals.new, block.bh
@@ -222,7 +232,7 @@ def _sinks_of(K, V, sinks, k, v, arrivals, block, k_codec, v_codec, C: tl.conste
     to_ring(K, code, scale, pos, new, bh, K_SIDE, C)
     code, scale = v_codec.quantize_tokens(v)
     to_ring(V, code, scale, pos, new, bh, V_SIDE, C)
-    tl.debug_barrier()  # read back by other threads than wrote it
+    tl.debug_barrier()  # the reading threads are not the writing threads
     t = tl.arange(0, C.BLOCK)
     at = row.open_start + t
     old = (at < row.length) & (slot_bits(block.flags, block.home.index * C.BLOCK + t) == 1)
@@ -231,8 +241,10 @@ def _sinks_of(K, V, sinks, k, v, arrivals, block, k_codec, v_codec, C: tl.conste
 
 @triton.jit
 def _early_token(source, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.constexpr):
-    """`new_tokens` of a step before its row is known; what has to be rotated as `load_new` reads it, since programs
-    without the token would take as long over that as the one that has it."""
+    """Load the new token of a one-token step before the row is known.
+
+    Returns the result of `new_tokens`, or the raw result of `load_new` when the token must be rotated. Rotation waits
+    until the row is known, so that programs without the token do not pay for it."""
     only = tl.arange(0, NEW)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
@@ -247,16 +259,22 @@ def _early_token(source, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.c
 @triton.jit(do_not_specialize=["span_stride", "NB", "T", "parts"])
 def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS, ROWS, PAGES, NB, QUERIES, T, parts,
                  K_CODEC, V_CODEC, NEW: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (head, row, part of a block of the open span) of a call of at most `NEW` tokens; the decode commits the
-    lengths. `parts`: of a block, 1, or 2 for keys and values in programs of their own: those of keys, which take
-    longest, start first, and each multiprocessor gets as many of them.
+    """Append up to `NEW` tokens and pack full blocks. One program per (head, row, part of a block of the open span).
 
-    `SOURCE`, `STATE`, `BLOCKS`, `SINKS`, `K_CODEC`, `V_CODEC`: the fields of a `Source`, `RowState`, `BlockState`,
-    `SinkTensors` and of two `Codec`. `SPANS`: the call's mask, the first real column of each row's new tokens and how
-    many follow. The sink pool competes with the one block that a call closes, and notes for the decode what it moves
-    (`sink_pool.kernel.moved_tokens`). `PAGES`: see `jit.rows.block_at`. `EARLY`: of one token, which every program
-    loads at once. `QUERIES`: those of `T` tokens, as `rotate_queries` takes them; where keys are rotated the last
-    program of a head and row writes them, which may have no block, else nobody reads it."""
+    The decode that follows commits the row lengths. The sink pool competes with the one block that the call closes. It
+    records for the decode which tokens it moves (`sink_pool.kernel.moved_tokens`).
+
+    Args:
+        SOURCE, STATE, BLOCKS, SINKS, K_CODEC, V_CODEC: fields of a `Source`, `RowState`, `BlockState`, `SinkTensors`
+            and two `Codec`.
+        SPANS: int32, the call's mask: first real column of each row's new tokens, and their count.
+        PAGES: page table, see `jit.rows.block_at`.
+        QUERIES: queries of `T` tokens, see `rotate_queries`. Unused unless keys are rotated. The last program of a head
+            and row rotates them, and may have no block to write.
+        parts: programs per block: 1, or 2 to split keys from values. Key programs take longest, so they start first and
+            spread evenly over the multiprocessors.
+        EARLY: the call has one token, and every program loads it at once.
+    """
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
     source, blocks = Source(*SOURCE), BlockState(*BLOCKS)
@@ -265,17 +283,17 @@ def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS,
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     ROTATES: tl.constexpr = K_SIDE.ROTATION is not None or V_SIDE.ROTATION is not None
-    if EARLY:  # the token comes while the row does, which says whether it is one
+    if EARLY:  # load the token and the row at the same time; the row tells later if the token is real
         early_k, early_v, bad = _early_token(source, b, h, NEW, ROTATES, C)
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
-    used = (start < length + count) & (index < NB)  # never behind the arenas
+    used = (start < length + count) & (index < NB)  # stay inside the arenas
     home = _home(PAGES, b, index, NB, C)
     flags = _flags(blocks.dropped, PAGES, b, h, index, home, NB, C)
     block = Block(b, h, bh, row, index, home, start, used, (j < closing) & used, flags)
     if part == 0:
         note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
-    if used & (block.closes | (start + C.BLOCK > length)):  # else nothing of it changes
+    if used & (block.closes | (start + C.BLOCK > length)):  # otherwise the block does not change
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
         if EARLY and ROTATES:
@@ -287,7 +305,7 @@ def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS,
         if (part == 0) & (tl.max(bad.to(tl.int32), 0) > 0):
             t = tl.arange(0, C.BLOCK)
             gone = slot_bits(flags, home.index * C.BLOCK + t) | _among(start + t, pos, bad)
-            tl.debug_barrier()  # every bit is read before a byte is written
+            tl.debug_barrier()  # read every bit before writing any byte
             drop_bits(flags, blocks.nonfinite, gone, bad, home.index, bh, C)
         stale, arrivals, masks = length < longest, Arrivals(pos, new, bad), Masks(blocks.dropped, NB)
         chosen = tl.arange(0, C.BLOCK) < 0

@@ -1,5 +1,4 @@
-"""Launches of the append: append and close, and around a long call the ranking of heads, unpacked keys and values and
-the ring."""
+"""Launch the append kernels. For long calls, also rank heads, unpack keys and values, and fill the ring."""
 
 from __future__ import annotations
 
@@ -19,19 +18,20 @@ from qattn_kernels.ops.append.past import unpack_past_kernel
 from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
 
-FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two: more multiprocessors are busy
-AT_ONCE = 512  # programs that a GPU runs side by side
-TWO_EACH = 264  # programs of four warps, if a multiprocessor has room for two
+FEW_PROGRAMS = 64  # up to this many programs, split keys from values: more multiprocessors are busy
+AT_ONCE = 512  # programs that run on a GPU at the same time
+TWO_EACH = 264  # programs of four warps that fit at two per multiprocessor
 
 
 def _codec(jit: JitFormat, reads: bool = False) -> tuple:
-    """A `kernel.Codec`, plain. Only kernels that `reads` blocks get the function for that."""
+    """Return a `kernel.Codec` as a plain tuple. Pass `reads=True` only for kernels that read blocks back."""
     return jit.quantize_tokens, jit.block_form, jit.place, jit.put, jit.get if reads else None
 
 
 def rank(call: Call) -> None:
-    """Before the append of a long call: decide which heads get 2 bits, in rows whose first block the call closes;
-    nothing where no row decides. In a short call the append does so itself."""
+    """Decide which heads of a long call get 2 bits, in rows whose first block the call closes. Runs before the append.
+
+    Does nothing for formats that do not rank heads. Short calls rank heads inside the append."""
     size = call.sizes
     if max(size.K.RANK, size.V.RANK) < 0:
         return
@@ -49,7 +49,8 @@ def rank(call: Call) -> None:
 
 
 def call_mean(call: Call) -> None:
-    """Before a long call: the mean that it subtracts from smoothed keys; nothing where keys are not smoothed."""
+    """Compute the mean that a long call subtracts from smoothed keys. Runs before the call; does nothing without
+    smoothing."""
     if call.sizes.K.SMOOTH:
         launch(
             mean_kernel, (call.sizes.H, call.batch),
@@ -59,20 +60,21 @@ def call_mean(call: Call) -> None:
 
 
 def append(call: Call) -> None:
-    """Write the tokens of a short call and close what is full, with what that decides: sinks, and which heads get 2
-    bits. The decode commits the lengths."""
+    """Write the tokens of a short call and pack full blocks.
+
+    Also chooses sinks, and the heads that get 2 bits. The decode that follows commits the row lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     rotates, blocks = call.sizes.K.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
-    # queries get programs of their own, unless these would wait for others
+    # give queries separate programs, unless those would wait for a free multiprocessor
     apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE
     crowded = (parts * blocks + apart) * rows > TWO_EACH * 4 // options["num_warps"]
     if crowded and max(call.sizes.K.DP, call.sizes.V.DP) <= 128 and not call.sizes.K.SMOOTH:
-        # Else the others wait for the registers of few, most of which only closing needs. With smoothed keys that would
-        # gain little, by one kernel more of those that a first call waits for.
+        # Programs that only append would otherwise reserve the registers needed to close a block. Smoothed keys would
+        # gain little and need one more compiled kernel before the first call.
         options.setdefault("maxnreg", 128)
-    # Where a row's open tokens lie in several blocks, most programs have no token: those would only wait for it.
+    # When a row's open tokens fill several blocks, most programs have no new token and would only wait for this load.
     early = call.tokens == 1 and (blocks == 1 or parts * blocks * rows <= AT_ONCE)
     queries: tuple | None = None
     if rotates:
@@ -87,17 +89,21 @@ def append(call: Call) -> None:
 
 
 def _short_codes(size: Sizes) -> dict[str, int]:
-    """Options of `short_kernel`. Most of its calls close no block and need few registers; with the many that closing a
-    block of 128 tokens takes, one program would fill a multiprocessor, and two parts of a block would not overlap. To
-    rank heads takes twice as many threads, whose registers hold a block more."""
+    """Return launch options of `short_kernel`.
+
+    Most calls close no block and need few registers. Closing a block of 128 tokens needs enough registers to fill a
+    multiprocessor with one program, which prevents overlap between the two parts. Ranking heads holds one more block in
+    registers, so it gets twice the threads."""
     ranks = max(size.K.RANK, size.V.RANK) >= 0
     options = codes(size, 64 * 64 if ranks else 64 * 128)
     return {**options, "maxnreg": 64} if size.BLOCK == 128 and options["num_warps"] == 8 else options
 
 
 def append_long(call: Call, unpacked: UnpackedKV) -> None:
-    """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the
-    unpacked keys and values, if those have slots, and to the ring later (`finish`)."""
+    """Write the tokens of a long call and pack full blocks.
+
+    Open and new tokens also go to the unpacked keys and values, if `unpacked` has slots. `finish` fills the ring later.
+    """
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     blocks = open_span_blocks(call.spec.window, call.tokens) + WIDEST_TILE // call.sizes.BLOCK
     parts, options = _long_codes(call)
@@ -110,11 +116,14 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
 
 
 def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
-    """Parts of a block and options of `long_kernel`. Where registers would not hold what both sides of 128 channels
-    need at once, two parts, or twice as many threads: these in groups of 128 tokens in the model's precision, unless
-    compensation passes a tile among them through shared memory. Codes of a block that are made of codes of its tokens
-    are two parts, but not in 2 bits, which pass between warps. What is only copied waits for memory alone: there two
-    parts have more loads in flight."""
+    """Return parts per block and launch options of `long_kernel`.
+
+    128 channels of both sides do not fit in registers at once. The call then uses two parts, or twice as many threads:
+
+    - Groups of 128 unquantized tokens take more threads. With compensation they take two parts, because a tile passes
+      through shared memory.
+    - Blocks requantized from token codes take two parts, except at 2 bits, whose values pass between warps.
+    - Plain copies are limited by memory latency, so two parts keep more loads in flight."""
     size, spec, options = call.sizes, call.spec, codes(call.sizes, 64 * 64)
     if max(size.K.DP, size.V.DP) == 128:
         if size.BLOCK == 128 and not spec.k.integer:
@@ -123,12 +132,14 @@ def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
             return 2, {**options, "maxnreg": 80}
         if size.BLOCK == 64 and spec.k.in_model_precision and spec.v.in_model_precision:
             return 2, {**options, "maxnreg": 64}
-    return 1, {**options, "maxnreg": 128}  # so that two programs of eight warps share a multiprocessor
+    return 1, {**options, "maxnreg": 128}  # two programs of eight warps share a multiprocessor
 
 
 def empty_unpacked(call: Call, past: int | None) -> UnpackedKV:
-    """Room for `past` blocks and the open span of the call; nothing in it is initialised. None: no room, where nobody
-    will read them. Codes stay codes where the call multiplies codes, or the attention is latent."""
+    """Allocate unpacked keys and values for `past` blocks plus the call's open span, uninitialised.
+
+    `past=None` allocates zero slots, for calls that never read them. Quantized values stay INT8 if the call multiplies
+    INT8 codes or the attention is latent."""
     size, spec, slots = call.sizes, call.spec, 0
     if past is not None:
         slots = (min(past, call.blocks) + open_span_blocks(spec.window, call.tokens)) * size.BLOCK + WIDEST_TILE
@@ -150,7 +161,8 @@ def empty_unpacked(call: Call, past: int | None) -> UnpackedKV:
 
 
 def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
-    """Unpack what was closed before the call, at most `past` blocks a row, into the unpacked keys and values."""
+    """Unpack the blocks that were closed before the call, at most `past` blocks per row, into the unpacked keys and
+    values."""
     if past == 0:
         return
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
@@ -162,8 +174,9 @@ def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
 
 
 def finish(call: Call, unpacked: UnpackedKV | None = None) -> None:
-    """When a long call is written: the newest tokens go to the ring, and the rows' lengths are committed; beside that
-    the factors of the values of `unpacked` are worked out, if it has room for them."""
+    """Finish a long call: write the newest tokens to the ring and commit the row lengths.
+
+    Also computes the value factors of `unpacked`, if it has room for them."""
     k, v, size = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes
     factors, slots = (None, 0) if unpacked is None else (unpacked.factors, unpacked.bias.shape[2])
     tiles, heads = -(-size.RING // size.BLOCK), size.H if size.RING or factors else 1

@@ -1,6 +1,7 @@
-"""Append and close of a long call in Triton, before a prefill, which reads past and new tokens unpacked
-(`launch.unpacked_kv.UnpackedKV`): one program a block of the open span, or one for its keys and one for its values;
-`reference.py` specifies it. `S`, `C` and what these kernels are launched with: see `kernel.py`.
+"""Append and close for long calls, in Triton. `reference.py` is the specification.
+
+Runs before a prefill, which reads past and new tokens unpacked (`launch.unpacked_kv.UnpackedKV`). One program handles
+one block of the open span, or two programs split its keys and values. See `kernel.py` for `S`, `C` and launch options.
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ from qattn_kernels.ops.prefill.value_factors import Factors, write_factors
 
 
 class BlockTokens(NamedTuple):
-    """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the unpacked keys and values, whether they
-    were there before the call, and whether they are tokens at all and not masked."""
+    """Tokens of one block in a long call, `[BLOCK]`.
+
+    Attributes:
+        pos: row positions.
+        slot: slots in the unpacked keys and values.
+        old: whether the token was there before the call.
+        keep: whether the token exists and is not masked.
+    """
 
     pos: Any
     slot: Any
@@ -32,7 +39,7 @@ class BlockTokens(NamedTuple):
 
 
 class UnpackedSide(NamedTuple):
-    """Unpacked keys or values: codes or numbers, scales, and how many slots a head has."""
+    """Pointers to unpacked keys or values `x` (codes or numbers), their scales, and the number of slots per head."""
 
     x: Any
     scale: Any
@@ -40,15 +47,15 @@ class UnpackedSide(NamedTuple):
 
 
 class LongBlock(NamedTuple):
-    """What a program of a long call reads and writes beside one side's tensors.
+    """Inputs and outputs that one program of a long call shares between keys and values.
 
     Attributes:
         source: the `Source` of the new tokens.
-        nonfinite: the counts of new tokens that are not finite.
-        unpacked: the `UnpackedTensors`, of `slots` a head.
+        nonfinite: pointer to the counts of non-finite new tokens.
+        unpacked: the `UnpackedTensors`, with `slots` slots per head.
         block: the `Block`.
-        chosen: pointer to the bits that say which tokens the sink pool takes.
-        k_mean: the mean that the call subtracts from its keys (`k_mean.mean_kernel`).
+        chosen: pointer to the bits of the tokens that the sink pool takes.
+        k_mean: mean that the call subtracts from its keys (`k_mean.mean_kernel`).
     """
 
     source: Any
@@ -62,14 +69,16 @@ class LongBlock(NamedTuple):
 
 @triton.jit
 def any_slots(slots, C: tl.constexpr):
-    """Whether there are slots of unpacked keys and values, for each token of a block: a branch would cost registers."""
+    """Return bool `[BLOCK]`, true if unpacked keys and values have slots. A branch would cost registers."""
     return tl.full([C.BLOCK], True, tl.int1) & (slots > 0)
 
 
 @triton.jit
 def store_unpacked(side, x, scale, mean, bh, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`. In the model's precision
-    codes are dequantized, around `mean` `[DP]` unless that is None, and there may be no slots."""
+    """Store tokens `[BLOCK, DP]` to consecutive slots: keys as `[slots, D]`, INT8 values as `[D, slots]`.
+
+    Without INT8 storage, integer codes are dequantized and `mean` `[DP]` is added back, unless it is None. There may be
+    zero slots."""
     d, slots = tl.arange(0, SIDE.DP), side.slots
     base, inside = side.x + bh.to(tl.int64) * slots * SIDE.D, d < SIDE.D
     if side.x.dtype.element_ty == tl.int8:
@@ -91,8 +100,10 @@ def store_unpacked(side, x, scale, mean, bh, slot, SIDE: tl.constexpr, C: tl.con
 
 @triton.jit
 def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
-    format has no ring. `OLD`: there may be tokens from before the call, which the ring holds."""
+    """Write keys or values of one block in a long call.
+
+    Stores the block unpacked for the prefill. Packs it into the arenas if it closes, or if the format has no ring.
+    `OLD`: the block may hold tokens from earlier calls, read from the ring."""
     block = call.block
     b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.home.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
@@ -113,7 +124,7 @@ def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, SIDE: tl.
                 code, scale, around = kept, kept_scale, mean
         elif block.closes:
             slot = Slot(b, h, index, capacity, own_place(S, b, h, index == 0, codec, SIDE, C))
-            if C.ENTRIES > 0 and not SIDE.VALUES:  # the call's own tokens see sinks where they stand
+            if C.ENTRIES > 0 and not SIDE.VALUES:  # queries of this call read sinks inside their block
                 keep = keep & (slot_bits(call.chosen, t) == 0)
                 kept, kept_scale = codec.block_form(code, scale, keep)
                 codec.put(S, Tokens(kept, kept_scale, keep, keep, t), slot, SIDE, C)
@@ -122,9 +133,9 @@ def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, SIDE: tl.
                 code, scale = codec.block_form(code, scale, keep)
                 codec.put(S, Tokens(code, scale, keep, keep, t), slot, SIDE, C)
         elif SIDE.INTEGER and (S.ring.dtype.element_ty != tl.int8):
-            code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes of their own: as if it closed
+            code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes: quantize as if it closed
     else:
-        fresh = tl.full([C.BLOCK], True, tl.int1)  # which leaves stores of many tokens at once whole
+        fresh = tl.full([C.BLOCK], True, tl.int1)  # a constant keeps stores of many tokens at once vectorized
         if OLD:
             fresh = ~tokens.old
         if block.used:
@@ -139,16 +150,16 @@ def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, SIDE: tl.
 
 @triton.jit
 def _long_tokens(bad, old, new, call, WRITES: tl.constexpr, C: tl.constexpr):
-    """The `BlockTokens` of a long call; with `WRITES` their bits, bias and positions go where all read them."""
+    """Return the `BlockTokens` of a long call. With `WRITES`, also store their mask bits, bias and positions."""
     block, unpacked, slots = call.block, call.unpacked, call.slots
     index, bh, t = block.index, block.bh, tl.arange(0, C.BLOCK)
     pos, slot = block.start + t, index * C.BLOCK + t
-    # no program changes a bit of old tokens, so that another one may read it while this one writes the byte
+    # bits of old tokens do not change, so one program may read them while another writes the byte
     gone = tl.where(old, slot_bits(block.flags, tl.where(old, slot, 0)), bad.to(tl.int32))
     keep = (old | new) & (gone == 0)
     if WRITES:
         if block.used:
-            tl.debug_barrier()  # every bit is read before a byte is written
+            tl.debug_barrier()  # read every bit before writing any byte
             drop_bits(block.flags, call.nonfinite, gone, bad, index, bh, C)
         there = any_slots(slots, C)
         tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")), mask=there)
@@ -159,7 +170,7 @@ def _long_tokens(bad, old, new, call, WRITES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _long_part(S, call, old, new, side, codec, SIDE: tl.constexpr, C: tl.constexpr):
-    """Keys or values of a block, in a program of their own."""
+    """Write only the keys or only the values of one block."""
     block = call.block
     fresh = block.start + tl.arange(0, C.BLOCK) - block.row.length
     x, bad = new_tokens_of(call.source, block.b, block.h, fresh, new, block.row.first, SIDE, C)
@@ -172,7 +183,7 @@ def _long_part(S, call, old, new, side, codec, SIDE: tl.constexpr, C: tl.constex
 
 @triton.jit
 def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.constexpr):
-    """One block of a long call, or the `part` of its keys or of its values."""
+    """Write one block of a long call, or only its keys (`part` 0) or values (`part` 1) with `PARTS` 2."""
     block, unpacked = call.block, call.unpacked
     length, pos = block.row.length, block.start + tl.arange(0, C.BLOCK)
     old = pos < length
@@ -181,8 +192,8 @@ def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.c
     v_side = UnpackedSide(unpacked.v, unpacked.v_scale, call.slots)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
-    # Only the call's first block holds older tokens. Threads read the ring in another order than new tokens, into which
-    # values would be brought before their maxima are taken: at twice the cost, in every block.
+    # Only the call's first block holds older tokens. The ring loads in another thread layout than new tokens. Merging
+    # both converts the values' layout before their maxima, which doubles the cost of every block.
     if PARTS == 1:
         k, v, bad = new_tokens(call.source, block.b, block.h, pos - length, new, block.row.first, C)
         tokens = _long_tokens(bad, old, new, call, True, C)
@@ -201,10 +212,17 @@ def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.c
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
 def long_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots,
                 K_CODEC, V_CODEC, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (part of a block of the open span, head, row) of a long call. Its tokens also go to `UNPACKED`
-    (`UnpackedTensors`), unless that has no `slots`, and into the ring only when all have read it. Every program writes
-    its slots, those behind the row's end included. `PARTS`: 1, or 2 for keys and values in programs of their own.
-    `CHOSEN`: see `jit.tokens.chosen_bits`; other bundles as of `kernel.short_kernel`."""
+    """Append the tokens of a long call and pack full blocks.
+
+    One program per (part of a block of the open span, head, row). Every program fills all its slots of `UNPACKED`, also
+    after the row's end. `finish_kernel` writes the ring later, when every program has read it.
+
+    Args:
+        UNPACKED: fields of an `UnpackedTensors`, ignored when `slots` is 0.
+        PARTS: programs per block: 1, or 2 to split keys from values.
+        CHOSEN: bits of sink tokens, see `jit.tokens.chosen_bits`.
+        SOURCE, SPANS, STATE, BLOCKS, ROWS: as in `kernel.short_kernel`.
+    """
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // PARTS, i % PARTS
     blocks, row = BlockState(*BLOCKS), row_before(STATE, SPANS, span_stride, b, NB, C)
@@ -223,9 +241,10 @@ def long_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, CHOSEN,
 def finish_kernel(SOURCE, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, slots,
                   K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, STEP: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
-    """When a long call is written: program (tile of the ring, head, row) writes the newest tokens, one a head what the
-    call did to its sinks and the `FACTORS` of its values' `slots` (`ops.prefill.value_factors`), and one the row's
-    lengths."""
+    """Finish a long call after its tokens are written. One program per (tile of the ring, head, row).
+
+    Every program writes the newest tokens of its ring tile. One program per head settles the sinks, and one computes
+    the `FACTORS` of the values' `slots` (`ops.prefill.value_factors`). One program per row commits the lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
     K_SIDE: tl.constexpr = C.K

@@ -1,4 +1,4 @@
-"""Packed blocks of before a long call, unpacked for its prefill, in Triton."""
+"""Unpack the packed blocks of earlier calls for a prefill, in Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qattn_kernels.ops.append.long_call import UnpackedSide, store_unpacked
 @triton.jit(do_not_specialize=["NB"])
 def unpack_past_kernel(STATE, BLOCKS, K, V, K_MEAN, UNPACKED, NB, slots, K_LOCATE: tl.constexpr,
                 V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (block of the past, head, row): packed blocks into the unpacked keys and values."""
+    """Unpack one packed block into the unpacked keys and values. One program per (block of the past, head, row)."""
     index, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V

@@ -1,5 +1,6 @@
-"""Which heads of a row get 2 bits, decided when its first block closes: in a long call by one program a row, which
-ranks its heads; in a short one by each head for itself, inside the append."""
+"""Rank the heads of a row and choose those that get 2 bits, when the row's first block closes.
+
+In a long call, one program per row ranks its heads. In a short call, every head ranks all heads inside the append."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from qattn_kernels.ops.sink_pool.kernel import first_sinks, key_sizes
 
 
 class Masks(NamedTuple):
-    """The mask bits of all blocks, of which a head has room for `blocks`."""
+    """Pointer to the mask bits of all blocks, and the number of blocks per head."""
 
     dropped: Any
     blocks: Any
@@ -24,7 +25,7 @@ class Masks(NamedTuple):
 @triton.jit
 def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, SIDE: tl.constexpr,
               C: tl.constexpr):  # fmt: skip
-    """TurboAttention section 3.2, as `formats.flashq.priority.head_priority`."""
+    """Return the priority of TurboAttention section 3.2, as `formats.flashq.priority.head_priority` specifies it."""
     code, scale = with_ring(S, code, scale, pos, old, bh, SIDE, C)
     code, scale = BLOCK_FORM(code, scale, keep)
     x = code * scale[:, None]
@@ -47,8 +48,9 @@ def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, SIDE
 
 @triton.jit
 def _places(S, priority, C: tl.constexpr):
-    """The place `[H]` of each head: those of lowest priority in the 2-bit places behind the others, ties to the lower
-    head."""
+    """Return the place `[H]` of each head: heads with the lowest priority take the 2-bit places after the others.
+
+    Ties go to the lower head."""
     n = tl.arange(0, triton.next_power_of_2(C.H))
     real = n < C.H
     same = priority[None, :] == priority[:, None]
@@ -63,8 +65,9 @@ def _places(S, priority, C: tl.constexpr):
 @triton.jit(noinline=True)
 def _head_priority(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM: tl.constexpr,
                    SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Of the keys or the values of a head in the row's first block. A function of its own, since a step that has it in
-    line would take twice the registers."""
+    """Return the priority of one head's keys or values in the row's first block.
+
+    A separate, non-inlined function: inlined, it would double the registers of a step."""
     t = tl.arange(0, C.BLOCK)
     pos = row.open_start + t
     old = pos < row.length
@@ -72,7 +75,7 @@ def _head_priority(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FO
     x, bad = new_tokens_of(source, b, h, pos - row.length, new, row.first, SIDE, C)
     flags = masks.dropped + (b * C.H + h).to(tl.int64) * masks.blocks * (C.BLOCK // 8)
     keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
-    if C.ENTRIES > 0 and not SIDE.VALUES:  # what the pool takes, which was empty
+    if C.ENTRIES > 0 and not SIDE.VALUES:  # leave out the tokens that the pool, still empty, will take
         size = key_sizes(source, S, flags, row, b, h, 0, QUANTIZE, C)
         keep = keep & ~first_sinks(size, C)
     code, scale = QUANTIZE(x)
@@ -82,12 +85,13 @@ def _head_priority(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FO
 @triton.jit
 def ranked_place(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM: tl.constexpr, SIDE: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Inside the append of a short call that closes the row's first block: the place of head `h`, noted. Every head
-    ranks all of them, which happens once in the life of a row and saves each step a launch."""
+    """Return and store the place of head `h`, inside the append of a short call that closes the row's first block.
+
+    Every head ranks all heads. This happens once per row and saves a launch in every step."""
     n = tl.arange(0, triton.next_power_of_2(C.H))
     priority = tl.full(n.shape, 0, tl.float64)
     for i in range(C.H):
-        other = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
+        other = i + tl.full([], 0, tl.int32)  # a tensor also in the interpreter, where `i` is a Python int
         found = _head_priority(S, source, masks, row, b, other, QUANTIZE, BLOCK_FORM, SIDE, C)
         priority = tl.where(n == other, found, priority)
     place = tl.sum(tl.where(n == h, _places(S, priority, C), 0), 0)
@@ -99,8 +103,9 @@ def ranked_place(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM
 def priorities_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
                       K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
                       V_BLOCK_FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (head, row) of a long call: priorities of its keys and its values to `PRIORITIES` fp64 `[B, 2, H]`, of
-    sides that are ranked, where the row's first block closes."""
+    """Write head priorities to `PRIORITIES` fp64 `[B, 2, H]`, keys then values. One program per (head, row).
+
+    Runs in long calls. Writes only ranked sides, and only rows whose first block closes."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     h, b = tl.program_id(0), tl.program_id(1)
@@ -117,7 +122,8 @@ def priorities_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITI
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
 def rank_kernel(SPANS, span_stride, STATE, K, V, PRIORITIES, NB, C: tl.constexpr):
-    """Program (row) of a long call, after `priorities_kernel`: places of all heads, where the first block closes."""
+    """Store the places of all heads whose row closes its first block. One program per row, after
+    `priorities_kernel`."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     b = tl.program_id(0)

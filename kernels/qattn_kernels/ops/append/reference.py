@@ -54,7 +54,7 @@ def append(state: State, spec: LayerSpec, open_span: OpenSpan, span: torch.Tenso
 
 
 def _fill_ring(ring: Operand, tokens: Operand, state: State, length: torch.Tensor) -> None:
-    """Each slot takes the newest token whose row position falls on it, if that token is new."""
+    """Write each slot's newest token: the last token whose row position maps to the slot, if that token is new."""
     slots = ring.x.shape[2]
     last = length[:, None] - 1
     pos = last - (last - torch.arange(slots, device=last.device)) % slots

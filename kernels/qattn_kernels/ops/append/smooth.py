@@ -1,4 +1,4 @@
-"""What kernels that close blocks need of smoothed keys; `formats/smoothed/reference.py` is the specification."""
+"""Smoothed keys for kernels that close blocks. `formats/smoothed/reference.py` is the specification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qattn_kernels.jit.tile_order import unstack
 
 @triton.jit
 def dequantize(S, code, scale):
-    """The numbers of open tokens, whatever their ring holds."""
+    """Return open tokens in fp32, from an INT8 ring or an unquantized ring."""
     if S.ring.dtype.element_ty == tl.int8:
         return code * scale[:, None]
     else:
@@ -19,8 +19,9 @@ def dequantize(S, code, scale):
 
 @triton.jit
 def mean_key(x, keep, full):
-    """The mean of tokens `x` `[BLOCK, DP]`, added in the order of the reference; of a block that is not `full` empty
-    slots count as zeros, as there."""
+    """Return the mean `[DP]` of tokens `x` `[BLOCK, DP]`, added in the order of the reference.
+
+    In a block that is not `full`, empty slots count as zeros, as in the reference."""
     BLOCK: tl.constexpr = x.shape[0]
     STEPS: tl.constexpr = 7 if BLOCK == 128 else 6
     count = tl.where(full, tl.maximum(tl.sum(keep.to(tl.int32), 0), 1), BLOCK).to(tl.float32)
@@ -34,5 +35,5 @@ def mean_key(x, keep, full):
 
 @triton.jit
 def minus_mean(S, code, scale, keep, k_mean):
-    """Open tokens without the mean key of their row, zeros outside `keep`."""
+    """Return open tokens minus the mean key of their row, zeros outside `keep`."""
     return tl.where(keep[:, None], dequantize(S, code, scale) - k_mean[None, :], 0.0)

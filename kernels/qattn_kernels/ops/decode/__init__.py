@@ -1,1 +1,1 @@
-"""Attention of a short call: up to 32 queries over packed blocks, ring and their own tokens."""
+"""Attention of a short call: up to 32 queries over packed blocks, the ring and the new tokens."""

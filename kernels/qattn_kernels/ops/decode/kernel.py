@@ -1,13 +1,14 @@
-"""Decode attention in Triton: split-KV, as in FlashDecoding. One program a split of a row's packed blocks, and one for
-each part of the open tokens; then a merge by the log-sum-exp of each.
+"""Decode attention in Triton: split-KV, as in FlashDecoding.
+
+One program handles one split of a row's packed blocks or one part of its open tokens. A merge kernel then combines the
+splits by their log-sum-exp.
 
 TurboAttention, Algorithm 2, with the key channel scale folded into the query and the value channel scale into the
 accumulator. `ops/decode/reference.py` is the specification; `parts.py` has the online softmax of each split. Queries
 are columns, scores are in log2 units.
 
-`C` is a `launch.constants.Sizes`, `row` a `layout.Row`. `K` and `V` are the tensors of one side of the layer, as the
-functions of its format take them: `formats.contract.JitFormat` says what each of those functions does.
-"""
+`C` is a `launch.constants.Sizes` and `row` a `layout.Row`. `K` and `V` hold the tensors of one side of the layer, in
+the form that its format's functions take (`formats.contract.JitFormat`)."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
 
 @triton.jit
 def blocks_seen(row, NB, C: tl.constexpr):
-    """Blocks of the arenas that some query of the call reads; never more than there are."""
+    """Return the number of arena blocks that some query of the call reads, capped at the capacity `NB`."""
     if C.RING == 0:
         blocks = row.closed + tl.cdiv(row.length + row.count - row.open_start, C.BLOCK)
     elif C.ONE_TOKEN and C.SPAN == C.BLOCK and C.RESIDUAL == 0:
-        blocks = row.closed  # the block that one token closes is still read from the ring
+        blocks = row.closed  # this call still reads a block that it closes from the ring
     else:
         blocks = row.closed + row.closing
     return tl.minimum(blocks, NB)
@@ -62,19 +63,20 @@ def blocks_seen(row, NB, C: tl.constexpr):
 
 @triton.jit
 def blocks_per_split(blocks, splits, few, many, long, least, C: tl.constexpr):
-    """Packed blocks of one split, by the row's own length, whatever the capacity.
+    """Return the packed blocks per split. It depends on the row's length and ignores the capacity.
 
-    `few` splits share a context, `many` if each of the few would get `long` blocks or more; none gets less than `least`
-    blocks.
-    """
+    `few` splits share a context, or `many` if each of the `few` would get `long` blocks or more. Every split gets at
+    least `least` blocks."""
     sharing = tl.minimum(tl.where(blocks < few * long, few, many), splits - C.OPEN)
     return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), least), C.TILE) * C.TILE
 
 
 @triton.jit
 def split_range(split, splits, row, NB, few, many, long, least, C: tl.constexpr):
-    """Packed blocks that some query reads, how many of them a split has, its first and its end, and whether it may hold
-    anything; the first `C.OPEN` splits are no blocks."""
+    """Return the block range of a split: `(blocks, per_split, begin, end, used)`.
+
+    `blocks` is the number of packed blocks that some query reads, `per_split` the number per split. `used` tells
+    whether the split can hold a token. The first `C.OPEN` splits read open tokens instead of blocks."""
     blocks = blocks_seen(row, NB, C)
     per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
     begin = (split - C.OPEN) * per_split
@@ -86,11 +88,12 @@ def split_range(split, splits, row, NB, few, many, long, least, C: tl.constexpr)
 
 
 class Results(NamedTuple):
-    """What splits find, and what sparse V counts.
+    """Partial results of all splits, and the counters of sparse V.
 
     Attributes:
-        out: fp32 `[B * H, splits, T * G, D]`.
-        stats: the same with 2 for D: maximum and sum of the weights; with sparse V 3: what of that sum was dropped.
+        out: fp32 `[B * H, splits, T * G, D]`, sums of weighted values.
+        stats: fp32 `[B * H, splits, T * G, 2]`, maximum and sum of the weights. Sparse V has a third entry, the dropped
+            part of that sum.
         skip_counts: the `SkipCounts` of sparse V, or None.
     """
 
@@ -101,7 +104,7 @@ class Results(NamedTuple):
 
 @triton.jit
 def _k_mean_scores(K_MEAN, program, C: tl.constexpr):
-    """Products `[Q]` of the queries with the mean that a row's keys are coded around, if they are."""
+    """Return products fp32 `[Q]` of the queries with the row's mean key; zeros unless keys are smoothed."""
     SIDE: tl.constexpr = C.K
     if SIDE.SMOOTH:
         d = tl.arange(0, SIDE.DP)
@@ -113,8 +116,9 @@ def _k_mean_scores(K_MEAN, program, C: tl.constexpr):
 
 @triton.jit
 def _sink_mass(pool, program, codec, C: tl.constexpr):
-    """What sparse V knows of the weights before it reads a block: `known_mass` of the sinks that have places of their
-    own; without those `packed_part` takes that of the first block."""
+    """Return the weight that sparse V knows before it reads a block: `known_mass` of the sink pool, `[Q]`.
+
+    The result is fp32, in log2. Without a sink pool it is `NOTHING`, and `packed_part` uses the first block instead."""
     if C.SPARSE_V and C.ENTRIES > 0:
         return known_mass(sink_scores(pool, program, 0, codec, C), program.scoring.sas_threshold, C)
     else:
@@ -123,7 +127,7 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
 
 @triton.jit
 def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C: tl.constexpr):
-    """What a split found for queries `n`: NaN for those that are not finite."""
+    """Store one split's partial result for queries `n`. Queries with a non-finite input get NaN."""
     SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
     acc = tl.where(nonfinite[None, :], float("nan"), sums.acc)
@@ -141,22 +145,29 @@ def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
 def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PAGES, NB, B, T, scoring, skip_limits,
                   few, many, long, least, CODEC, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first splits are the
-    ring, the next the sinks that are kept out of the blocks. Those of all rows start first: one of them may take
-    longest, and one that starts late would be waited for. The others share a row's blocks evenly (`blocks_per_split`).
+    """Attend to one part of the context for up to `Q` queries. One program per (row and head, queries, split).
 
-    `QUERIES`, `STATE`, `BLOCKS`, `SINKS`, `RESULTS`, `scoring`, `CODEC`: the fields of a `QuerySource`, `RowState`,
-    `BlockState`, `SinkTensors`, `Results`, `Scoring` and `Codec`. `ROWS` holds each row as it was
-    before the call, so that `STATE` can take the new lengths here while others still read: by the last split, which has
-    least to do. The mask bits are those of masked tokens, and of those that were in the sink pool before the call.
-    `skip_limits`: tau and budget of sparse V. `PAGES`: see `jit.rows.block_at`.
+    The first splits read the ring, the next one the sink pool. Launch them first for all rows: they can take longest,
+    and the merge waits for the slowest program. The other splits share a row's blocks evenly (`blocks_per_split`).
+
+    The last split has the least to do, so it commits the new lengths to `STATE`. Other programs read `ROWS`, which
+    keeps each row as it was before the call. The mask bits cover masked tokens, and tokens that were in the sink pool
+    before the call.
+
+    Args:
+        QUERIES, STATE, BLOCKS, SINKS, RESULTS, scoring, CODEC: fields of a `QuerySource`, `RowState`, `BlockState`,
+            `SinkTensors`, `Results`, `Scoring` and `Codec`.
+        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
+        PAGES: page table, see `jit.rows.block_at`.
+        skip_limits: tau and budget of sparse V.
+        few, many, long, least: see `blocks_per_split`.
     """
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     bh, tile, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
-    # Loads that do not wait for the row, and come while that does: addresses of the head, sinks, a step's queries.
+    # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     _, k_head, k_low = locate(K, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
     _, v_head, v_low = locate(V, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
     sinks, state, results = SinkTensors(*SINKS), BlockState(*BLOCKS), Results(*RESULTS)
@@ -179,7 +190,7 @@ def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PA
         program = Program(b, h, bh, row, NB, PAGES, first_bits(state.dropped, PAGES, b, h, NB, C), q_pos, query, scores)
         if split < C.OPEN:
             if C.RING > 0:
-                if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former takes fewer registers
+                if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the first takes fewer registers
                     sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
             if C.ENTRIES > 0:
                 if split == C.RING_PARTS:
@@ -197,8 +208,14 @@ def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PA
 
 
 class Parts(NamedTuple):
-    """What splits found for one query, `[n]` of them or joined: maxima, sums of weights, what sparse V dropped of
-    those, and sums of values `[n, DP]`."""
+    """Partial results of one query, from `[n]` splits or merged.
+
+    Attributes:
+        m: maxima of the scores, in log2 units.
+        l: sums of weights.
+        lost: the part of `l` that sparse V dropped.
+        acc: sums of weighted values, `[n, DP]`.
+    """
 
     m: Any
     l: Any
@@ -208,7 +225,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def load_parts(results, base, i, end, T, C: tl.constexpr):
-    """The `Parts` that `store_split` left in splits `i` before `end`."""
+    """Load the `Parts` that `store_split` wrote for splits `i`, as far as `i < end`."""
     SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
     d, there = tl.arange(0, SIDE.DP), i < end
@@ -224,7 +241,7 @@ def load_parts(results, base, i, end, T, C: tl.constexpr):
 
 @triton.jit
 def _join(merged, parts, i, live, row, C: tl.constexpr):
-    """`merged` with the `parts` of splits `i` before `live`, weighed by their log-sum-exp."""
+    """Return `merged` combined with the `parts` of splits `i`, as far as `i < live`, by their log-sum-exp."""
     exists = i < live
     if C.RING_PARTS > 1:
         exists = exists & split_used(i, row, C)
@@ -243,19 +260,25 @@ def _join(merged, parts, i, live, row, C: tl.constexpr):
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
 def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, splits, T, few, many, long, least,
                  CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Columns without a query get
-    zeros.
-    `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
-    bits of `DROPPED` are brought up to date here, since every split has read the old ones.
+    """Merge the splits of one query by their log-sum-exp. One program per (query, head, row).
 
-    `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
+    Columns without a query get zeros. Every split has read the old mask bits by now, so this kernel also updates the
+    bits of the sink pool.
+
+    Args:
+        RESULTS: fields of a `Results`.
+        SINKS: the model's learned sink logits, `[Hq]`. They add to the softmax denominator and have no token.
+        TABLE, DROPPED: the sink pool's table, and the mask bits to update from it.
+        RESULT: output `[B, T, Hq, D]`.
+        LSE: output fp32 `[B, Hq, T]`.
+        CHUNK: splits loaded at once.
     """
     SIDE: tl.constexpr = C.V
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, results = load_row(ROWS, b), Results(*RESULTS)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
-    # The first parts do not wait for the row, which says how many there are. Few are all of a short context: a tile of
-    # many would take longer to join than to load.
+    # Load the first splits before the row says how many splits exist. Short contexts have few splits, and joining a
+    # large tile would take longer than loading it.
     few_parts = load_parts(results, base, tl.arange(0, FEW_SPLITS), splits, T, C)
     first_parts = load_parts(results, base, tl.arange(0, CHUNK), splits, T, C)
     if C.ENTRIES > 0:

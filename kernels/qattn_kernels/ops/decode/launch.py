@@ -1,4 +1,4 @@
-"""Launches of the decode: parts of the context, then their merge."""
+"""Launch the decode: attention over splits of the context, then their merge."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import choose
 
 LOG2E = math.log2(math.e)
-ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp, and that four, merge at once
+ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp and four warps merge at once
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a short call after its append; commits the rows' lengths.
+    """Compute the attention of a short call after its append, and commit the row lengths.
 
     Returns:
-        `[B, Hq, T, D]` in the query's dtype, memory in the order B, T, Hq, D; fp32 log-sum-exp `[B, Hq, T]`.
+        Output `[B, Hq, T, D]` in the query's dtype, with memory order B, T, Hq, D, and fp32 log-sum-exp `[B, Hq, T]`.
     """
     size, batch, tokens = call.sizes, call.batch, call.tokens
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
@@ -39,19 +39,19 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    few = tuned.plan[1] <= ONE_WARP  # not of the capacity: sums must not depend on it
+    few = tuned.plan[1] <= ONE_WARP  # ignores the capacity, so that sums do not depend on it
     chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
     return merge(call, results, tuned.plan, chunk, warps)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:
-    """A `parts.Scoring`, plain."""
+    """Return a `parts.Scoring` as a plain tuple."""
     scores = call.scores
     return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), call.spec.compute.sas_threshold * LOG2E
 
 
 def results_of(call: Call, plan: tuple[int, int, int, int]) -> tuple:
-    """A `kernel.Results`, plain: room for what each split of the context finds."""
+    """Return a `kernel.Results` as a plain tuple, with uninitialised buffers for the partial results of all splits."""
     (few, many, long, _), size = plan, call.sizes
     most = few if call.blocks < few * long else many
     shape = call.batch * size.H, min(most, call.blocks) + size.OPEN, call.tokens * size.G
@@ -68,7 +68,7 @@ def merge(
     chunk: int,
     warps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`."""
+    """Merge the splits of each query by their log-sum-exp, `chunk` at once. Returns the same as `decode`."""
     scores, size, device = call.scores, call.sizes, call.query.device
     heads = size.H * size.G
     out = torch.empty((call.batch, call.tokens, heads, size.V.D), dtype=call.query.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Which scores of a decode's tiles a query may see: tokens of the ring, and of packed blocks."""
+"""Mask the scores that a query may not see in a decode tile, for the ring and for packed blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qattn_kernels.ops.sink_pool.kernel import moved_tokens, visible_from
 
 @triton.jit
 def mask_ring(s, ring_slot, program, C: tl.constexpr):
-    """Scores of slots `ring_slot` of the ring, with those gone that a query may not see, or reads from codes."""
+    """Mask scores of ring slots `ring_slot` that a query may not see, or reads from a packed block instead."""
     row, q_pos = program.row, program.q_pos
     last = row.length + row.count - 1
     pos = last - (last - ring_slot + C.RING) % C.RING
@@ -43,7 +43,7 @@ def mask_ring(s, ring_slot, program, C: tl.constexpr):
 
 @triton.jit
 def masked_words(words, block, C: tl.constexpr):
-    """The bits of a block's masked tokens, in four scalars whatever its size."""
+    """Return the mask bits of a block as four int32 scalars, for any block size."""
     WORDS: tl.constexpr = C.BLOCK // 32
     at = words + block * WORDS
     first, second = tl.load(at), tl.load(at + min(1, WORDS - 1))
@@ -55,15 +55,16 @@ def masked_words(words, block, C: tl.constexpr):
 
 @triton.jit
 def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
-    """Scores of a block that lies `at`, of so many `tokens`, without those that a query may not see. Of scalars alone:
-    what a thread loads for others goes through shared memory, once for each layout in which the compiler keeps
-    scores."""
+    """Mask scores that a query may not see, in a block of `tokens` tokens at index `at`.
+
+    Works from scalars only. A vector load would pass through shared memory once for each layout that the compiler uses
+    for scores."""
     row, q_pos = program.row, program.q_pos
     t = token_order(C.BLOCK, C.PARTS)
     low, high = tl.where(t < 32, masked[0], masked[1]), tl.where(t < 96, masked[2], masked[3])
     keep = (tl.where(t < 64, low, high) >> (t % 32)) & 1 == 0
     late = block >= row.closed
-    if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
+    if C.RING > 0:  # a block closed by this call is visible to the queries that would see it in single steps
         start = tl.load(blocks.pos + at)
         keep = keep & (t < tokens)
         see = (~late) | (q_pos >= packed_since(block - row.closed, row.open_start, C))
@@ -74,10 +75,10 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
             see = (keep[:, None] ^ (moved[:, None] & (q_pos >= visible_from(row, C))[None, :])) & see[None, :]
         else:
             see = keep[:, None] & see[None, :]
-    else:  # tokens stand in their final form at once
+    else:  # tokens are packed as they arrive
         start = tl.where(late, row.open_start + (block - row.closed) * C.BLOCK, tl.load(blocks.pos + at))
         keep = keep & (late | (t < tokens))
-        q_end = tl.minimum(q_pos, row.length + row.count - 1)  # padding after the row's tokens lies beyond them
+        q_end = tl.minimum(q_pos, row.length + row.count - 1)  # padding after the row's tokens sees them all
         see = keep[:, None] & ((~late) | ((start + t)[:, None] <= q_end[None, :]))
     if C.LOCAL:
         see = see & in_window((start + t)[:, None], q_pos[None, :], program.scoring.window, C.CHUNKS)
@@ -86,8 +87,9 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
 
 @triton.jit
 def mask_block(s, program, blocks, block, at, C: tl.constexpr):
-    """Scores of a packed block that lies `at`, those of tokens that a query does not see gone, and how many it sees,
-    which only sparse V asks."""
+    """Return the masked scores of the packed block at index `at`, and the number of tokens that each query sees.
+
+    Only sparse V uses the count."""
     words = program.dropped.to(tl.pointer_type(tl.int32))
     masked = masked_words(words, bits_at(at, tl.minimum(block, program.capacity - 1), C), C)
     tokens = tl.load(blocks.length + at)

@@ -1,7 +1,6 @@
-"""The parts of the context that a decode reads in open form: the ring, and the sinks that are kept out of the blocks.
+"""Decode attention over the parts of the context outside the packed blocks: the ring and the sink pool.
 
-Each is read by programs of its own. Both are short, so a program that read one after the other would be waited for.
-"""
+Separate programs read the ring and the sinks. Both are short; reading one after the other would delay the merge."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class SinkPool(NamedTuple):
     Attributes:
         k, v: keys and values of all heads' sinks.
         table: the `launch.call.Table` of all heads.
-        end: of the head's used entries.
+        end: end of the head's used entries.
     """
 
     k: Any
@@ -41,20 +40,20 @@ class SinkPool(NamedTuple):
 
 @triton.jit
 def ring_tile_used(row, start, C: tl.constexpr):
-    """Whether a tile of slots from `start` on may hold a token that was open before the call, or a new one."""
+    """Return whether ring slots from `start` on can hold an open or new token; one tile of `RING_TILE` slots."""
     behind = (start - row.open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
     return (behind < row.length + row.count - row.open_start) | (behind > C.RING - RING_TILE)
 
 
 @triton.jit
 def split_used(split, row, C: tl.constexpr):
-    """Whether a split may hold a token, as far as the ring tells, which has parts: of these those do that have one."""
+    """Return whether a split can hold a token. Only the ring's parts are checked; every other split counts as used."""
     return (split >= C.RING_PARTS) | ring_tile_used(row, split * RING_TILE, C)
 
 
 @triton.jit
 def _add(s, V, tile, program, sums, skips, codec, C: tl.constexpr):
-    """A `RingTile` with its masked scores into the sums."""
+    """Add a `RingTile` with masked scores `s` to the sums. Returns the new `Sums` and `Skips`."""
     SIDE: tl.constexpr = C.V
     w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
     acc, total = codec.ring_values(V, tile, w, sums.acc, alpha, beta, SIDE, C)
@@ -65,7 +64,7 @@ def _add(s, V, tile, program, sums, skips, codec, C: tl.constexpr):
 
 @triton.jit
 def _ring_tile(K, V, program, start, sums, skips, codec, C: tl.constexpr):
-    """Attention over the slots of the ring from `start` on: tokens that were open before the call and its own."""
+    """Attend to the ring slots from `start` on: open tokens and the call's new tokens."""
     SIDE: tl.constexpr = C.K
     first = program.bh.to(tl.int64) * C.RING
     s = codec.ring_scores(K, RingTile(first, start, C.RING, RING_TILE), program.query, SIDE, C)
@@ -77,9 +76,9 @@ def _ring_tile(K, V, program, start, sums, skips, codec, C: tl.constexpr):
 
 @triton.jit
 def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
-    """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots."""
+    """Attend to one of the `C.RING_PARTS` parts of the ring, in slot order."""
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
-    first = 0  # the only part has bounds that the compiler knows
+    first = 0  # with a single part, the compiler knows the bounds
     if C.RING_PARTS > 1:
         first = part * SLOTS
     for start in tl.range(first, first + SLOTS, RING_TILE, num_stages=1):
@@ -90,7 +89,7 @@ def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
 
 @triton.jit
 def last_sink(TABLE, bh, asked, C: tl.constexpr):
-    """End of the used entries of a head's table of sinks; 0 where it is not `asked` for."""
+    """Return the end of the used entries in a head's sink table; 0 if `asked` is false."""
     if C.ENTRIES > 0:
         e = tl.arange(0, C.ENTRIES)
         born = tl.load(TABLE.born + bh.to(tl.int64) * C.ENTRIES + e, mask=e < tl.where(asked, C.ENTRIES, 0), other=0)
@@ -101,8 +100,9 @@ def last_sink(TABLE, bh, asked, C: tl.constexpr):
 
 @triton.jit
 def sink_scores(pool, program, start, codec, C: tl.constexpr):
-    """Scores of the entries from `start` on, with those gone that a query does not see. What says so comes in words,
-    which every thread has."""
+    """Return the masked scores of the sink entries from `start` on.
+
+    Visibility comes as bits of an integer, which every thread holds."""
     SIDE: tl.constexpr = C.K
     p, scoring, of_head = program.q_pos, program.scoring, program.bh.to(tl.int64) * C.ENTRIES
     first = of_head + start
@@ -122,7 +122,7 @@ def sink_scores(pool, program, start, codec, C: tl.constexpr):
 
 @triton.jit
 def sink_part(pool, program, sums, skips, codec, C: tl.constexpr):
-    """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
+    """Attend to the sinks that the pool keeps outside the blocks, in table order."""
     for start in tl.range(0, pool.end, SINK_TILE, num_stages=2):
         s = sink_scores(pool, program, start, codec, C)
         first = program.bh.to(tl.int64) * C.ENTRIES

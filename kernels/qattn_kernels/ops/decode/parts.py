@@ -1,8 +1,8 @@
-"""What decode programs share, and the part of the context that is packed; the other is in `open_tokens.py`.
+"""Types that decode programs share, and attention over packed blocks; `open_tokens.py` handles the ring and the sinks.
 
-Each part is an online softmax over tiles of scores, as in FlashAttention: `weigh` takes a tile against its own maximum,
-and what was summed before is scaled down when the running maximum rises. Queries are columns, scores are in log2 units.
-"""
+Each part is an online softmax over tiles of scores, as in FlashAttention. `weigh` computes a tile's weights against the
+tile's own maximum. Older sums are scaled down when the running maximum rises. Queries are columns, scores are in log2
+units."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from qattn_kernels.ops.decode.weights import known_mass, may_skip, soft_cap, wei
 
 
 class Scoring(NamedTuple):
-    """How scores are made, in log2 units but for the cap.
+    """How scores are computed. All fields but `softcap` are in log2 units.
 
     Attributes:
-        scale: of products of queries and keys.
-        softcap: what they are capped at, 0 for nothing; in the units of the model, while a prefill takes it in log2
-            units (`ops.prefill.kernel.attend`).
-        window: positions that a query sees back, itself included, where the layer has a local window.
-        sas_threshold: below it SAS takes a weight for 0.
+        scale: scale of the products of queries and keys.
+        softcap: cap of the scores, 0 for none, in the model's units. A prefill takes it in log2 units
+            (`ops.prefill.kernel.attend`).
+        window: positions that a query sees back, itself included, if the layer has a local window.
+        sas_threshold: SAS treats weights below this as 0.
     """
 
     scale: Any
@@ -36,8 +36,9 @@ class Scoring(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """Functions of the formats of keys and of values; `formats.contract.JitFormat` says what each does. Made in the
-    call that takes it: a variable inside a kernel can hold no functions."""
+    """Functions of the formats of keys and values; `formats.contract.JitFormat` documents each.
+
+    Build the tuple inside the call that takes it: a variable inside a kernel cannot hold functions."""
 
     k_locate: Any
     v_locate: Any
@@ -50,13 +51,15 @@ class Codec(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What all parts share: the row and KV head of a program, and its queries.
+    """The row and KV head of a program, and its queries. Shared by all parts of the context.
 
     Attributes:
         b, h, bh: row, KV head, and both as one index.
-        row: the `layout.Row`, with room for `capacity` blocks, which lie where `pages` says (`jit.rows.block_at`).
+        row: the `layout.Row`.
+        capacity: blocks that the row has room for.
+        pages: page table, see `jit.rows.block_at`.
         dropped: pointer to the mask bits of the head's first block.
-        q_pos: int32 `[Q]` row positions of the queries, -1 for columns without one.
+        q_pos: int32 `[Q]`, row positions of the queries, -1 for columns without a query.
         query: the `QueryTile`.
         scoring: the `Scoring`.
     """
@@ -77,12 +80,12 @@ class Blocks(NamedTuple):
     """The packed blocks that a program reads.
 
     Attributes:
-        begin, end: their indices among the row's blocks.
-        pos, length: pointers to the position of the first token of each of a row's blocks, and to its count of tokens.
-        moved: pointer to the slots that this call's close moved into the table of sinks or out of it.
-        k_mean_scores: fp32 `[Q]`, products of the queries with the mean that the keys are coded around.
+        begin, end: block range within the row.
+        pos, length: pointers to the first token's position and the token count of each of the row's blocks.
+        moved: pointer to the slots that this call's close moved into the sink table or back out.
+        k_mean_scores: fp32 `[Q]`, products of the queries with the row's mean key.
         limits: the `SkipLimits` of sparse V.
-        known: fp32 `[Q]`, the weight, in log2, that sparse V knows of before the first block: see `may_skip`.
+        known: fp32 `[Q]`, weight in log2 that sparse V knows before the first block, see `may_skip`.
     """
 
     begin: Any
@@ -96,29 +99,35 @@ class Blocks(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Where the codes of a head's keys or values lie: its index among the heads of their width, and whether that is the
-    lower one of the side."""
+    """Location of the codes of a head's keys or values.
+
+    Attributes:
+        index: index of the head among the heads of the same bit width.
+        low: whether that width is the lower one of the side.
+    """
 
     index: Any
     low: Any
 
 
 class Homes(NamedTuple):
-    """The `Home` of a head's keys and of its values."""
+    """The `Home` of a head's keys and the `Home` of its values."""
 
     k: Any
     v: Any
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of one head whose keys have one width, and whose values have one. Made in the call that takes
-    it: a variable inside a kernel can hold no constants.
+    """Consecutive blocks of one head in which all keys have one bit width and all values have one bit width.
+
+    Build the tuple inside the call that takes it: a variable inside a kernel cannot hold constants.
 
     Attributes:
-        begin, end: indices of the blocks among those of the row.
+        begin, end: block range within the row.
         head: index of the row's first block among the blocks of all heads.
-        k, v: the index that it has, or would have, among the blocks whose keys, whose values are as wide.
-        K_BITS, V_BITS: of their codes.
+        k, v: index of the row's first block among the blocks with this width of keys, of values. The row's first block
+            need not have that width.
+        K_BITS, V_BITS: bits per code.
     """
 
     begin: Any
@@ -131,7 +140,8 @@ class Run(NamedTuple):
 
 
 class SkipLimits(NamedTuple):
-    """Sparse V skips weights below `tau`, of a row's sum no more than `budget`, in which a split has a `share`."""
+    """Limits of sparse V: it skips weights below `tau`, up to `budget` of a row's sum. A split may use a `share` of
+    that."""
 
     tau: Any
     budget: Any
@@ -139,8 +149,13 @@ class SkipLimits(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Running state of an online softmax: `m` `[Q]` the largest score, `l` `[Q]` the sum of the weights against it,
-    `acc` `[DP, Q]` the sum of weighted values."""
+    """Running state of an online softmax.
+
+    Attributes:
+        m: fp32 `[Q]`, the largest score.
+        l: fp32 `[Q]`, the sum of the weights relative to `m`.
+        acc: fp32 `[DP, Q]`, the sum of weighted values.
+    """
 
     m: Any
     l: Any
@@ -148,8 +163,13 @@ class Sums(NamedTuple):
 
 
 class Skips(NamedTuple):
-    """Sparse V, `[Q]`: what of `l` belongs to values that were not read, tokens seen, and those whose values were not
-    read."""
+    """Running counters of sparse V, `[Q]`.
+
+    Attributes:
+        lost: the part of `l` whose values were skipped.
+        read: tokens that the query saw.
+        skipped: tokens whose values were skipped.
+    """
 
     lost: Any
     read: Any
@@ -158,7 +178,7 @@ class Skips(NamedTuple):
 
 @triton.jit
 def _packed_scores(K, program, blocks, run, block, at, codec, C: tl.constexpr):
-    """Scores of a packed block that lies `at`, and how many of its tokens each query sees."""
+    """Return the masked scores of the packed block at index `at`, and how many of its tokens each query sees."""
     SIDE: tl.constexpr = C.K
     s = codec.block_scores(K, BlockAt(run.head + at, run.k + at, run.K_BITS), program.query, SIDE, C)
     return _whole_scores(s, program, blocks, block, at, C)
@@ -166,7 +186,8 @@ def _packed_scores(K, program, blocks, run, block, at, codec, C: tl.constexpr):
 
 @triton.jit
 def _whole_scores(s, program, blocks, block, at, C: tl.constexpr):
-    """Products with a block's keys with all else that makes scores of them; otherwise as `mask_block`."""
+    """Turn products with a block's keys into masked scores: add the mean key, cap, mask. Returns the same as
+    `mask_block`."""
     SIDE: tl.constexpr = C.K
     if SIDE.SMOOTH:
         s += blocks.k_mean_scores[None, :]
@@ -177,14 +198,13 @@ def _whole_scores(s, program, blocks, block, at, C: tl.constexpr):
 
 @triton.jit
 def _place(program, run, block, C: tl.constexpr):
-    """Where blocks lie; of those behind the run's last one, which a tile of several may have, that one: no query sees
-    them yet."""
+    """Return where blocks lie. Block numbers after the end of the run map to its last block, which masking hides."""
     return block_at(program.pages, program.b, tl.minimum(block, run.end - 1), program.capacity, C)
 
 
 @triton.jit
 def _run_of_tiles(K, V, program, blocks, run, sums, codec, STAGES: tl.constexpr, C: tl.constexpr):
-    """`_run` for formats whose values are summed by tiles of `C.TILE` small blocks."""
+    """Implement `_run` for formats that sum values in tiles of `C.TILE` small blocks."""
     TILE: tl.constexpr = C.TILE
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
@@ -206,16 +226,16 @@ def _run_of_tiles(K, V, program, blocks, run, sums, codec, STAGES: tl.constexpr,
 
 @triton.jit
 def _weighed(V, run, at, w, acc, alpha, beta, codec, C: tl.constexpr):
-    """The accumulator with the values of a block that lies `at`, and the sum of their weights."""
+    """Return the accumulator plus the weighted values of the block at index `at`, and the sum of the weights."""
     SIDE: tl.constexpr = C.V
     return codec.block_values(V, BlockAt(run.head + at, run.v + at, run.V_BITS), w, acc, alpha, beta, SIDE, C)
 
 
 @triton.jit
 def _run_of_blocks(K, V, program, blocks, run, sums, skips, codec, STAGES: tl.constexpr, C: tl.constexpr):
-    """`_run` one block at a time."""
+    """Implement `_run` one block at a time."""
     threshold, known, own = program.scoring.sas_threshold, blocks.known, 0.0
-    if C.SPARSE_V and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
+    if C.SPARSE_V and C.ENTRIES == 0:  # a part that knows only its own tokens would skip few
         begin = block_at(program.pages, program.b, 0, program.capacity, C)
         s, _ = _packed_scores(K, program, blocks, run, 0, begin, codec, C)
         known, own = known_mass(s, threshold, C), (run.begin == 0).to(tl.float32)
@@ -239,14 +259,14 @@ def _run_of_blocks(K, V, program, blocks, run, sums, skips, codec, STAGES: tl.co
         else:
             acc, total = _weighed(V, run, at, w, acc, alpha, beta, codec, C)
         sums = Sums(m, l * alpha + total * beta, acc)
-        if C.PAGED:  # a block ahead: a load whose address was loaded in the same turn is not pipelined as far
+        if C.PAGED:  # load the next page early: loads with a fresh address pipeline less deeply
             page = block_at(program.pages, program.b, block + 1, program.capacity, C)
     return sums, skips
 
 
 @triton.jit
 def _run(K, V, program, blocks, run, sums, skips, codec, STAGES: tl.constexpr, C: tl.constexpr):
-    """Attention over the blocks of a `Run`."""
+    """Attend to the blocks of a `Run`."""
     if C.TILE > 1:
         return _run_of_tiles(K, V, program, blocks, run, sums, codec, STAGES, C), skips
     else:
@@ -255,8 +275,10 @@ def _run(K, V, program, blocks, run, sums, skips, codec, STAGES: tl.constexpr, C
 
 @triton.jit
 def _side_run(S, home, capacity, RUN: tl.constexpr, RUNS: tl.constexpr, I: tl.constexpr, SIDE: tl.constexpr):
-    """Run `I` of the `RUNS` that a head's keys or values have, by the format's function `RUN`: its first block and its
-    end, and the index that the row's first block has, or would have, among the blocks with codes as wide."""
+    """Return run `I` of a head's keys or values: `(begin, end, first)`, from the format's function `RUN`.
+
+    `first` is the index of the row's first block among the blocks with this bit width, even if that block has another
+    width."""
     if RUNS == 1:
         return 0, capacity, home.index * capacity
     else:
@@ -265,14 +287,15 @@ def _side_run(S, home, capacity, RUN: tl.constexpr, RUNS: tl.constexpr, I: tl.co
 
 @triton.jit
 def packed_part(K, V, program, blocks, homes, sums, skips, codec, STAGES: tl.constexpr, C: tl.constexpr):
-    """Attention over packed blocks, run by run. Each pair of widths has a loop of its own: loads inside a branch are
-    not pipelined."""
+    """Attend to packed blocks, run by run.
+
+    Each pair of bit widths gets its own loop, because loads inside a branch are not pipelined."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     K_WIDTHS: tl.constexpr = K_SIDE.WIDTHS
     V_WIDTHS: tl.constexpr = V_SIDE.WIDTHS
     capacity, head = program.capacity, first_block(program.pages, program.b, program.h, program.capacity, C)
-    if C.PAGED:  # where heads have one run
+    if C.PAGED:  # heads have one run
         sums, skips = _run(K, V, program, blocks, Run(blocks.begin, blocks.end, head, head, head, K_SIDE.BITS,
                            V_SIDE.BITS), sums, skips, codec, STAGES, C)  # fmt: skip
     elif len(K_WIDTHS) * len(V_WIDTHS) == 1:

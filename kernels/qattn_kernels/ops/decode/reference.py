@@ -20,14 +20,18 @@ from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
 def decode(
     parts: Sequence[QueryPart], state: State, spec: LayerSpec, open_span: OpenSpan, scores: Scores
 ) -> list[Attended]:
-    """Attention of a short call, after its tokens were appended.
+    """Compute the attention of a short call after its tokens were appended.
 
-    A query at row position p reads a block that this call closed from its codes if single steps would: the block's
-    last token lies before p, and the step that closed it is not after p. Otherwise it reads the ring, which still
-    holds that block. Drafted tokens are so verified with the numbers of single steps.
+    A query at row position p reads a block that this call closed from its codes if single steps would. That holds if
+    the block's last token lies before p and the step that closed it is not after p. Any other query reads the block
+    from the ring, which still holds it. Drafted tokens therefore get the same numbers as single steps.
 
     Args:
-        parts: queries of the call. state: the layer's tensors after the append. open_span: what the call appended.
+        parts: queries of the call.
+        state: the layer's tensors after the append.
+        spec: the layer's formats.
+        open_span: tokens that the call appended, and the open tokens before.
+        scores: scale, cap, window and sinks of the scores.
     """
     window = spec.window
     n = torch.arange(open_span.pos.shape[1], device=open_span.pos.device)

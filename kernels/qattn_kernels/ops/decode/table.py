@@ -1,4 +1,5 @@
-"""Launch configurations of the decode, by the sizes of a call; never by its capacity: results must not depend on it."""
+"""Launch configurations of the decode, chosen by the sizes of a call. They ignore the capacity, so that results do
+too."""
 
 from __future__ import annotations
 
@@ -14,27 +15,28 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
 
-REGISTERS = 65536  # of a multiprocessor: every GPU since Volta
-OWN_REGISTERS = 256  # of a thread: what most kernels are compiled to
-MODEL_REGISTERS = 168  # where values are in the model's precision
-MOST_REGISTERS = 255  # of a thread on any GPU
-# Channels that one warp holds. Two wait for one another several times a block, and took up to twice as long on an H100
-# with 16 columns and 32k tokens, where unpacking is most of the work.
+REGISTERS = 65536  # per multiprocessor, on Volta and later GPUs
+OWN_REGISTERS = 256  # per thread, what most kernels compile to
+MODEL_REGISTERS = 168  # per thread, if values are unquantized
+MOST_REGISTERS = 255  # hardware limit per thread
+# Channels that one warp holds. Two warps wait for each other several times per block. On an H100 with 16 columns and
+# 32k tokens that took up to twice as long, because unpacking is most of the work.
 ONE_WARP_DIM = 128
-# Of shared memory, for tiles in flight. On an H200 three loads of 12 KiB took 5 % longer than two, of 16 to 32 KiB
-# up to 10 % in 16 rows; in one row they were 2 % faster.
+# Share of shared memory for tiles in flight. On an H200 with 16 rows, three loads took longer than two: 5 % at 12 KiB,
+# up to 10 % at 16 to 32 KiB. With one row they were 2 % faster.
 MOST_SHARED = 0.75
-OWN_SHARED = 2048  # bytes of a program beside its tiles, as a rule
-MOST_OWN_SHARED = 16 * 1024  # in any kernel: what passes between threads, and its queries
+OWN_SHARED = 2048  # typical bytes per program in addition to its tiles
+MOST_OWN_SHARED = 16 * 1024  # upper limit of those bytes: exchange between threads, and the queries
 
 
 class Launch(NamedTuple):
-    """How a decode is launched.
+    """Launch configuration of a decode.
 
     Attributes:
-        plan: how many programs share the packed context of a row and head, by its own length: see `blocks_per_split`.
-        warps, stages: of each program: its warps, its loads in flight.
-        registers: of a thread at most, if the compiler is told.
+        plan: `(few, many, long, least)`, see `kernel.blocks_per_split`.
+        warps: warps per program.
+        stages: loads in flight per program.
+        registers: limit per thread, or None for the compiler's choice.
     """
 
     plan: tuple[int, int, int, int]
@@ -45,25 +47,26 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Chip) -> Launch:
-    """For `rows` rows of queries a KV head and a ring or values of `dtype`."""
+    """Choose the launch for `rows` rows of queries per KV head, and a ring or values of `dtype`."""
     warps, stages = 1, 3
     if spec.v.in_model_precision:
         warps, stages = 2, 2
     elif size.K.DP > ONE_WARP_DIM:
-        # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
+        # four warps would select Hopper's wgmma, whose 8-bit form needs an order of weights that Triton 3.6 does not
+        # provide
         warps = 2
     warps = max(warps, *(fmt.core.decode_warps(size.K.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
     registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
-    programs = REGISTERS // registers  # of a multiprocessor, as far as registers go
+    programs = REGISTERS // registers  # per multiprocessor, limited by registers
     tile = _tile_bytes(size, spec, dtype)
     if warps > 2 or 3 in (size.K.BITS, size.V.BITS):
-        stages = 2  # with three, shared memory would hold half as many programs
+        stages = 2  # with three stages, shared memory holds half as many programs
     elif 2 * tile * programs > MOST_SHARED * chip.shared:
-        stages = 2  # whatever the rows: another kernel would be compiled for some of them
+        stages = 2  # independent of rows, to avoid compiling another kernel for some of them
     if (stages - 1) * tile + MOST_OWN_SHARED > chip.block:
         stages = max(1, 1 + (chip.block - MOST_OWN_SHARED) // tile)
     programs = max(1, min(programs, chip.shared // ((stages - 1) * tile + OWN_SHARED)))
-    # else the compiler may give these 168, which was 5 % slower at 32k on an H200 than the 226 they take so
+    # without the limit the compiler may choose 168 registers: 5 % slower at 32k on an H200 than the 226 chosen with it
     most = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
     tuned = tuned_for(chip.name).decode
     shares = plan(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned)
@@ -71,12 +74,18 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
 
 
 def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode) -> tuple[int, int, int, int]:
-    """How many programs share the context of each of `heads` rows and KV heads, if `places` run at once: see
-    `kernel.blocks_per_split`. Each of them has `open_programs` more for what is not in blocks.
+    """Return `(few, many, long, least)`: how many programs share the context, see `kernel.blocks_per_split`.
 
-    Whole waves: a last one that is nearly empty takes as long as a full one. One wave, or the fewest that take most
-    places; twice as many programs for a long context, where one would have so much to do that others wait for it. For
-    few rows and heads no more than are worth their merge, and one wave with those of open tokens.
+    Fills whole waves, because a nearly empty last wave takes as long as a full one. One wave is the rule, or the fewest
+    waves that use most places. A long context gets twice as many programs, so that none holds up the others. Few rows
+    and heads get only as many programs as their merge is worth, in one wave with the programs of open tokens.
+
+    Args:
+        places: programs that run at once.
+        heads: rows times KV heads, each with a context to share.
+        block: tokens per block.
+        open_programs: programs per row and head for open tokens and sinks.
+        tuned: measured limits of the GPU.
     """
     waves = next((w for w in range(1, 4) if w * places // heads * heads >= tuned.whole * w * places), 3)
     few = max(1, waves * places // heads)
@@ -87,7 +96,8 @@ def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode)
 
 
 def _tile_bytes(size: Sizes, spec: LayerSpec, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values that a turn of a program reads; it has as much room for every load in flight."""
+    """Return the bytes of keys and values that a program reads per iteration. Each load in flight needs as much
+    memory."""
     tensors = layer_tensors(Geometry(1, size.H, size.K.D, size.V.D, 1, dtype), spec).items()
     blocks = sum(x.nbytes() for name, x in tensors if name[:2] in ("k.", "v.") and x.block_dim is not None)
     return blocks // size.H * size.TILE

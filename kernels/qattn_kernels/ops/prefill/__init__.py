@@ -1,1 +1,1 @@
-"""Attention of a long call: new tokens see one another as the method's prefill does, and the past as packed."""
+"""Attention of a long call over unpacked keys and values."""

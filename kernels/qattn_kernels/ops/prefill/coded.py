@@ -1,4 +1,4 @@
-"""Unpacked keys and values with codes where the call multiplies codes: launches of `ops/prefill/quantize.py`."""
+"""Quantize unpacked keys and values for calls that multiply INT8 or FP8; launches `ops/prefill/quantize.py`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ from qattn_kernels.ops.prefill.quantize import (
 )
 from qattn_kernels.reference.operands import FP8, fp8_values
 
-STEP = 256  # slots of a program that gathers statistics
+STEP = 256  # slots per program of `stats_kernel`
 
 
 class _Statistics(NamedTuple):
-    """fp32 `[sides, B, H, D]`: means of all visible keys and values (zeros where they are not smoothed), and scales
-    around them; int32 `[B * H]`, the first masked slot."""
+    """Statistics of visible keys and values.
+
+    Attributes:
+        mean: fp32 `[sides, B, H, D]`, means, zeros where a side is not smoothed.
+        scale: fp32 `[sides, B, H, D]`, scales around the means.
+        clean: int32 `[B * H]`, the first masked slot.
+    """
 
     mean: torch.Tensor
     scale: torch.Tensor
@@ -35,12 +40,16 @@ class _Statistics(NamedTuple):
 
 
 def with_codes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scale: float) -> UnpackedKV:
-    """`unpacked` with keys in INT8 and values in FP8 or INT8, if `spec.compute` multiplies those and it has none.
+    """Return `unpacked` with INT8 keys and FP8 or INT8 values, if `spec.compute` multiplies them quantized.
+
+    Sides that are already quantized stay as they are.
 
     Args:
-        q: `[B, Hq, T, D]`, whose means smoothing takes. scale: of the scores.
-        unpacked: what gets codes may have fewer slots than `bias`, if none beyond is seen, and any strides but the
-            last.
+        q: `[B, Hq, T, D]`; smoothing uses the queries' means.
+        unpacked: a side to quantize may have fewer slots than `bias`, if no later slot is visible, and any strides but
+            the last.
+        spec: the layer's formats and arithmetic.
+        scale: scale of the scores.
     """
     compute = spec.compute
     if compute.prefill != "int8":
@@ -68,7 +77,7 @@ def with_codes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scale: fl
         if not fp8:
             return made._replace(v=codes, v_scale=scales)
         assert statistics is not None
-        codes = codes.view(torch.float8_e4m3fn)  # bytes, cast inside the product's loop, would go through registers
+        codes = codes.view(torch.float8_e4m3fn)  # casting bytes inside the product's loop would pass through registers
         v_mean = v_mean if compute.smooth_v else None
         made = made._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=statistics.clean)
     return made
@@ -77,7 +86,7 @@ def with_codes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scale: fl
 def _write_codes(
     unpacked: UnpackedKV, keys: tuple | None, values: tuple | None, compute: Compute, window: Window
 ) -> None:
-    """Codes of both, or of one of them, by one kernel."""
+    """Quantize keys, values or both in one kernel launch."""
     (batch, heads, slots), x = unpacked.bias.shape, unpacked.v if keys is None else unpacked.k
     sides = (keys is not None) + (values is not None)
     if sides:
@@ -90,8 +99,7 @@ def _write_codes(
 
 
 def _statistics(unpacked: UnpackedKV, compute: Compute, window: Window) -> _Statistics:
-    """Statistics of what the unpacked keys and values have in the model's precision: keys alone where values are not
-    made FP8."""
+    """Compute the statistics of unquantized keys, and of values if they become FP8."""
     batch, heads, slots = unpacked.bias.shape
     fp8 = fp8_values(compute)
     k, v = unpacked.k if unpacked.k_scale is None else unpacked.v, unpacked.v if fp8 else unpacked.k
@@ -120,9 +128,9 @@ def _statistics(unpacked: UnpackedKV, compute: Compute, window: Window) -> _Stat
 
 
 def _empty_keys(unpacked: UnpackedKV, statistics: _Statistics | None, compute: Compute) -> tuple:
-    """The `KEYS` of `codes_kernel`."""
+    """Return the `KEYS` of `codes_kernel`, with uninitialised outputs."""
     (batch, heads, slots), k = unpacked.bias.shape, unpacked.k
-    mean = unpacked.bias  # which nobody reads
+    mean = unpacked.bias  # placeholder, not read
     if compute.smooth_k:
         assert statistics is not None
         mean = statistics.mean[0]
@@ -131,7 +139,7 @@ def _empty_keys(unpacked: UnpackedKV, statistics: _Statistics | None, compute: C
 
 
 def _empty_values(unpacked: UnpackedKV, statistics: _Statistics | None, fp8: bool) -> tuple:
-    """The `VALUES` of `codes_kernel`."""
+    """Return the `VALUES` of `codes_kernel`, with uninitialised outputs."""
     (batch, heads, slots), v = unpacked.bias.shape, unpacked.v
     shape = batch, heads, v.shape[3], slots
     if not fp8:
@@ -143,7 +151,7 @@ def _empty_values(unpacked: UnpackedKV, statistics: _Statistics | None, fp8: boo
 
 
 def _query_means(q: torch.Tensor, unpacked: UnpackedKV, compute: Compute) -> torch.Tensor:
-    """fp32 `[B, Hq, n, D]`: means of each block of real queries, or n = 1, of all."""
+    """Return fp32 means `[B, Hq, n, D]` of each block of real queries, or of all of them with n = 1."""
     batch, heads, tokens, dim = q.shape
     together = compute.smooth_q == "tensor"
     parts = -(-tokens // QUERY_BLOCK)
@@ -157,8 +165,9 @@ def _query_means(q: torch.Tensor, unpacked: UnpackedKV, compute: Compute) -> tor
 
 
 def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """fp32 `[B, Hq, n, N]`: scores of the mean queries with the keys as they are, around their mean. Slots that nobody
-    sees hold any finite number, whatever key lies there."""
+    """Return scores fp32 `[B, Hq, n, N]` of the mean queries with the unquantized keys, relative to the keys' mean.
+
+    Masked slots hold some finite number, even if their key is not finite."""
     heads = k.shape[1]
     by_head = (q_mean * scale).unflatten(1, (heads, -1)).flatten(2, 3)
     shift = by_head @ k.nan_to_num(0.0, 0.0, 0.0).float().transpose(-1, -2)

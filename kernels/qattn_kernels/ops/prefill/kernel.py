@@ -1,15 +1,13 @@
-"""Prefill attention over unpacked keys and values in Triton: INT8, FP8 or model-precision products, fp32 softmax, one
-pass.
+"""Prefill attention over unpacked keys and values in Triton, in one pass with an fp32 softmax.
 
-What makes it fast, beyond the products themselves:
+Products are INT8, FP8 or bf16/fp16/fp32. Optimizations in addition to the quantized products:
 
-- A value's scale goes into its score as a logarithm, so that `exp2` yields the weight times that scale, ready to be
-  rounded; the row sum takes it out again in a multiply-add.
-- An int32 sum becomes a float without the conversion unit: the product starts from the bits of 1.5 * 2^23, so that its
-  result read as a float is `ROUNDER + sum`, and the multiply-add that scales it subtracts `ROUNDER * scale` as well.
-  That costs at most one unit of a sum of thousands.
-- The keys of a tile are taken in the order in which the second product wants their weights in registers.
-"""
+- The logarithm of a value's scale is added to the value's score. `exp2` then yields weight times scale, ready for
+  rounding, and a multiply-add removes the scale from the row sum.
+- An int32 sum becomes a float without the conversion unit. The product starts from the bits of 1.5 * 2^23, so its
+  result read as a float is `ROUNDER + sum`. The multiply-add that scales it also subtracts `ROUNDER * scale`. The error
+  is at most one unit of a sum of thousands.
+- Keys of a tile are loaded in the order in which the second product needs their weights in registers."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from qattn_kernels.ops.prefill.weights import (
 )
 
 MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
-LEAST_UNIT = tl.constexpr(1e-36)  # the unit of a query of zeros: its inverse is still finite
+LEAST_UNIT = tl.constexpr(1e-36)  # unit of an all-zero query; its inverse is finite
 
 
 class HeadKV(NamedTuple):
@@ -43,10 +41,12 @@ class HeadKV(NamedTuple):
 
     Attributes:
         k, k_scale, v: as in `launch.unpacked_kv.UnpackedKV`.
-        bias, v_factor: `v_log_scale` and `inverse` of `value_factors.Factors`; where scores stay in units of their
-            query (`BY_ROW`) the bias alone and the scales of values; of values without scales the bias for both.
+        bias: `v_log_scale` of `value_factors.Factors`. The plain bias if scores stay in the unit of their query
+            (`BY_ROW`), or if values have no scales.
+        v_factor: `inverse` of `value_factors.Factors`. The values' scales with `BY_ROW`; the bias, unused, if values
+            have no scales.
         pos: row positions.
-        shift: scores of the mean query, where queries stand around it.
+        shift: scores of the mean query, if queries are smoothed.
     """
 
     k: Any
@@ -62,10 +62,10 @@ class Queries(NamedTuple):
     """The queries of a program.
 
     Attributes:
-        x: `[BM, DP]` as the product takes them.
-        unit: what a unit of their products with keys is worth (see `_queries`).
-        pos: int32 `[BM]` row positions.
-        k_mean_scores: fp32 `[BM]` products with the mean that keys stand around.
+        x: `[BM, DP]`, first operand of the product.
+        unit: value of one unit of the products with keys (see `_queries`).
+        pos: int32 `[BM]`, row positions.
+        k_mean_scores: fp32 `[BM]`, products with the keys' mean.
     """
 
     x: Any
@@ -80,8 +80,8 @@ class Sums(NamedTuple):
     Attributes:
         acc: fp32 `[BM, DVP]`, sum of weighted values.
         l: fp32 `[BM]`, sum of the weights.
-        m: fp32 `[BM]`, the largest score so far, its value's scale included.
-        peak: fp32 `[BM]`, the largest score without that: SAS cuts against it.
+        m: fp32 `[BM]`, largest score so far, including its value's scale.
+        peak: fp32 `[BM]`, largest score so far without that scale; SAS cuts against it.
     """
 
     acc: Any
@@ -92,13 +92,13 @@ class Sums(NamedTuple):
 
 @triton.jit
 def _key_order(n, CODES: tl.constexpr):
-    """The token that column `n` of a tile's scores holds: for 8-bit weights bits 1, 2 and 3 are rotated."""
+    """Return the token of column `n` in a tile's scores. For 8-bit weights, bits 1, 2 and 3 of `n` are rotated."""
     return ((n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1)) if CODES else n
 
 
 @triton.jit
 def _token_order(p):
-    """Columns back in the order of the tokens. On a GPU nothing moves: it renames registers."""
+    """Return columns in token order. On a GPU this only renames registers."""
     BM: tl.constexpr = p.shape[0]
     BN: tl.constexpr = p.shape[1]
     return p.reshape(BM, BN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BM, BN)
@@ -106,7 +106,9 @@ def _token_order(p):
 
 @triton.jit
 def _load_keys(k, n0, i, C: tl.constexpr):
-    """`[DP, BN]`: slots `n0 + i`. Offsets inside one head fit 31 bits: 8 million slots of 256 channels."""
+    """Load keys of slots `n0 + i`: `[DP, BN]`.
+
+    Offsets inside one head fit 31 bits: 8 million slots of 256 channels."""
     d = tl.arange(0, C.DP)
     at = k + n0 * C.D + (i[None, :] * C.D + d[:, None])
     return tl.load(at) if C.D == C.DP else tl.load(at, mask=d[:, None] < C.D, other=0)
@@ -114,11 +116,11 @@ def _load_keys(k, n0, i, C: tl.constexpr):
 
 @triton.jit
 def _load_values(v, n0, i, N, C: tl.constexpr):
-    """`[BN, DVP]`: slots `n0 + i`."""
+    """Load values of slots `n0 + i`: `[BN, DVP]`."""
     d = tl.arange(0, C.DVP)
     if C.V_INT8 or C.V_FP8:
         at = v + n0 + (d[:, None] * N + i[None, :])
-        # channels behind the last are summed apart and never stored; the interpreter has no FP8 zero for them
+        # channels after the last are summed separately and never stored; the interpreter has no FP8 zero for them
         return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV))
     else:
         at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
@@ -127,7 +129,7 @@ def _load_values(v, n0, i, N, C: tl.constexpr):
 
 @triton.jit
 def _product(x, y, C: tl.constexpr):
-    """In the dtype of `x`, summed in fp32; the interpreter knows no products of bf16."""
+    """Multiply in the dtype of `x` with fp32 sums. The interpreter has no bf16 product, so it multiplies in fp32."""
     if C.PLAIN:
         return tl.dot(x.to(tl.float32), y.to(tl.float32))
     return tl.dot(x, y.to(x.dtype), input_precision="ieee")
@@ -135,14 +137,14 @@ def _product(x, y, C: tl.constexpr):
 
 @triton.jit
 def _products(x, y):
-    """INT8 products as floats, `ROUNDER` above their value."""
+    """Multiply INT8 and return fp32 `ROUNDER + sum`."""
     start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
     return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _visible(pos, q_pos, n, C: tl.constexpr):
-    """Which slots `n` queries at row positions `q_pos` see: `[BM, BN]`."""
+    """Return bool `[BM, BN]`: which slots `n` the queries at row positions `q_pos` see."""
     there = tl.load(pos + n)[None, :]
     see = there <= q_pos[:, None]
     if C.LOCAL_WINDOW:
@@ -153,8 +155,9 @@ def _visible(pos, q_pos, n, C: tl.constexpr):
 @triton.jit
 def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr, MASK: tl.constexpr,
           C: tl.constexpr):  # fmt: skip
-    """Take the slots from `n0` into `sums`: one step of the online softmax. `MASK`: row positions are compared.
-    `BLOCKS`: scales are read by block and nothing is masked."""
+    """Add slots from `n0` on to `sums`: one step of the online softmax.
+
+    `MASK`: compare row positions. `BLOCKS`: read scales per block; no slot is masked."""
     q, unit = queries.x, queries.unit
     i = tl.arange(0, BN)
     order = _key_order(i, C.V_INT8 or C.V_FP8)
@@ -182,7 +185,7 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
         products = _products(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
         acc = products * beta[:, None] + (sums.acc * alpha[:, None] - (beta * ROUNDER)[:, None])
         mass *= beta
-    elif C.V_FP8:  # from zero, and added outside: the unit for FP8 sums in fewer bits than an accumulator has
+    elif C.V_FP8:  # accumulate from zero and add outside: FP8 tensor cores sum in fewer bits than an accumulator has
         if C.PLAIN:
             products = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
         else:
@@ -195,9 +198,11 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
 
 @triton.jit
 def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C: tl.constexpr):
-    """`[BM, DP]` as the product takes them, the unit of their products with keys: log2, or the cap's exponent, one for
-    all of them or one each, `[BM]`; and in it their products with the keys' mean. Those that are not finite enter no
-    scale of others, and `_finish` finds a NaN at their places in `lse`, else 0: registers are what is short."""
+    """Return `(x, unit, k_mean_scores)` of a `Queries`.
+
+    `unit` is in log2, or in the exponent of the cap; one for all queries, or `[BM]`. `k_mean_scores` is in the same
+    unit. Non-finite queries do not affect shared scales. This function stores NaN for them in `lse`, and 0 for finite
+    queries; `_finish` reads it back, which saves registers."""
     d = tl.arange(0, C.DP)
     q += column.to(tl.int64)[:, None] * stride + d[None, :]
     there = (d < C.D)[None, :]
@@ -207,9 +212,9 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
     if C.SMOOTH_K:
         mean = tl.load(k_mean + d, mask=d < C.D, other=0.0)
         k_mean_scores = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * to_log2)
-    # NaN where a number is not finite, else 0; of INT8 queries by the maximum that their scale takes anyway. Not by
-    # comparisons: those of all numbers take so many integer instructions that ptxas moves registers by
-    # multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an H200
+    # NaN where a number is not finite, else 0. INT8 queries derive it from the maximum that their scale needs anyway.
+    # Comparing all numbers would take so many integer instructions that ptxas moves registers by multiplication, also
+    # in the main loop. That made an INT8 prefill 5 % slower on an H200.
     if not C.K_INT8:
         tl.store(lse, tl.sum(x.to(tl.float32) * 0.0, 1), mask=inside)
     else:
@@ -235,7 +240,7 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
 
 @triton.jit
 def _reach(q_pos, C: tl.constexpr):
-    """How many positions back a query at `q_pos` sees: to the begin of its window, or of its chunk."""
+    """Return how many positions back a query at `q_pos` sees: to the start of its window or chunk."""
     if C.CHUNKS:
         return q_pos % C.LOCAL_WINDOW
     else:
@@ -244,8 +249,10 @@ def _reach(q_pos, C: tl.constexpr):
 
 @triton.jit
 def _window_start(pos, slot, q_pos, C: tl.constexpr):
-    """The first slot of the tile that holds the oldest token which a query at `q_pos`, in `slot`, sees. Slots lie at
-    least as far apart as positions, so it is that many slots back, or farther after crops."""
+    """Return the first slot of the tile with the oldest token that the query at `q_pos`, in `slot`, sees.
+
+    Two slots are at least as far apart as their positions. The tile therefore starts `_reach` slots back, or earlier
+    after crops."""
     BN: tl.constexpr = C.BN
     reach = _reach(q_pos, C)
     start = tl.maximum(slot - reach, 0) // BN * BN
@@ -257,9 +264,11 @@ def _window_start(pos, slot, q_pos, C: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
            cap, threshold, C: tl.constexpr):  # fmt: skip
-    """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first. `extra`: of the
-    `UnpackedKV` `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean`, where it has them. `cap`: the soft cap in
-    log2 units, while a decode takes it in the units of the model (`ops.decode.parts.Scoring`)."""
+    """Attend with `BM` queries of one head per program.
+
+    Heads of one KV head are adjacent, and long programs start first. `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`
+    and `v_mean` of the `UnpackedKV`, with placeholders for missing ones. `cap`: the soft cap in log2 units, while a
+    decode takes it in the model's units (`ops.decode.parts.Scoring`)."""
     blocks = tl.cdiv(T, C.BM) + 1
     pid = tl.program_id(0)
     group = pid // C.G
@@ -269,7 +278,7 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
 
     block = blocks - 1 - group % blocks
     t0, until = block * C.BM, row.count
-    if t0 >= row.count:  # columns of padding, which share no scale with tokens and begin a block of their own
+    if t0 >= row.count:  # padding starts a new block, so that it shares no scale with tokens
         t0, until = row.count + (block - tl.cdiv(row.count, C.BM)) * C.BM, T
     t, stop = t0 + tl.arange(0, C.BM), tl.minimum(t0 + C.BM, tl.minimum(until, T - row.first))
     inside, real = t < until, t < stop
@@ -278,7 +287,7 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
     if C.SMOOTH_Q != "none":
         part = (b * C.HQ + h).to(tl.int64)
         if C.SMOOTH_Q == "block":
-            # padding takes the mean of the last token
+            # padding uses the mean of the last token
             part = part * tl.cdiv(T, MEAN_QUERIES) + tl.maximum(tl.minimum(t0, row.count - 1), 0) // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
     q, lse = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, lse + (b * C.HQ + h).to(tl.int64) * T + to
@@ -289,7 +298,7 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
                      pos + b.to(tl.int64) * N, shift)  # fmt: skip
     slot = row.closed * C.BLOCK + row.length - row.open_start
     end = tl.where(t0 < stop, slot + tl.minimum(stop, row.count), 0)
-    plain = tl.minimum(slot + t0 + 1, end)  # slots below are seen by every query
+    plain = tl.minimum(slot + t0 + 1, end)  # every query sees all slots below
     if C.BLOCK_SCALES:
         plain = tl.minimum(plain, tl.load(clean + bh))
         if not C.V_FP8:
@@ -320,12 +329,14 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
 @triton.jit
 def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
             C: tl.constexpr):  # fmt: skip
-    """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`: zeros for columns without a query, and
-    for queries that see nothing; NaN outputs where `lse` holds a NaN (what follows there in `lse` is any number)."""
+    """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`.
+
+    Outputs are zeros for columns without a query and for queries that see nothing; `lse` is 0 and -inf there. Where
+    `lse` holds NaN on entry, outputs are NaN and `lse` ends with an arbitrary number."""
     tl.debug_barrier()
     mark = tl.load(lse, mask=inside, other=0.0)
     acc, total, top, _ = sums
-    WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # what a weight of 1 is
+    WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # value of a weight of 1
     if C.SMOOTH_K and not C.SOFTCAP:
         top += k_mean_scores
     if C.SINK_LOGITS:

@@ -1,4 +1,4 @@
-"""The prefill kernel's launcher: what it is compiled for, and where its results go."""
+"""Launch the prefill kernel: choose its compile-time sizes, allocate its outputs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 
-# SAS's threshold in log2 units is at least this. A weight below counts for nothing, and `exp2_sas` takes what is below
-# -125, a masked score too, for -125: that must lie under the threshold.
+# Smallest SAS threshold, in log2 units. Weights below the threshold count as 0. `exp2_sas` clamps its argument at -125,
+# also for masked scores, so -125 must lie below the threshold.
 LEAST_CUT = -80.0
 LOG2E = math.log2(math.e)
 
 
 def _plain(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
-    """Whether INT8 products of keys go into an exact softmax as they are."""
+    """Return whether INT8 key products enter an exact softmax without a cap."""
     return unpacked.k_scale is not None and not scores.softcap and spec.compute.softmax == "exact"
 
 
 def _by_row(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
-    """Whether scores stay in units of their query until the exponent."""
+    """Return whether scores stay in the unit of their query until the exponent."""
     coded = unpacked.v_channel is not None or (unpacked.v_scale is not None and spec.v.row_weights)
     return coded and _plain(unpacked, spec, scores)
 
 
 def with_room(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> UnpackedKV:
-    """With room for the factors of its values, if these have scales and the prefill takes them apart."""
+    """Return `unpacked` with buffers for its value factors, if values have scales and the prefill uses factors."""
     if unpacked.v_scale is None or _by_row(unpacked, spec, scores):
         return unpacked
     batch, heads, _ = unpacked.bias.shape
@@ -44,7 +44,7 @@ def with_room(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> Unpacked
 
 
 def _of_values(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[torch.Tensor, ...]:
-    """`bias` and `v_factor` of a `kernel.HeadKV`, and `clean` of `value_factors.Factors`."""
+    """Return `bias` and `v_factor` of a `kernel.HeadKV`, and `clean` of `value_factors.Factors`."""
     from qattn_kernels.ops.prefill.value_factors import value_factors
 
     if unpacked.v_scale is None or _by_row(unpacked, spec, scores):
@@ -62,22 +62,23 @@ def _of_values(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[t
 
 
 def _tail(config: Prefill, block: int, rounded_once: bool) -> int:
-    """Slots of a tile where positions are compared: whole blocks, but one of 32 slots: two take `kivi` 7 % longer.
+    """Return the slots per tile where positions are compared: at most two blocks, or one block below 64 slots.
 
-    `rounded_once`: INT8 weights come rounded (`row_weights`). Against the largest of more slots fewer levels are left
-    to the others: with tiles of 128 `int_flash:bits=4` failed `test_every_call_of_a_trained_model`.
-    """
+    Two blocks of 32 slots would take `kivi` 7 % longer.
+
+    `rounded_once`: INT8 weights come rounded (`row_weights`). A larger tile has a larger maximum, which leaves fewer
+    levels to the other weights: with tiles of 128, `int_flash:bits=4` failed `test_every_call_of_a_trained_model`."""
     return min(config.tail, 64 if rounded_once else config.tail, block if block < 64 else 2 * block)
 
 
 def _value_dim(unpacked: UnpackedKV) -> int:
-    """Values with codes are transposed."""
+    """Return the head dimension of values. Quantized values are stored transposed."""
     coded = unpacked.v_scale is not None or unpacked.v_channel is not None
     return unpacked.v.shape[2] if coded else unpacked.v.shape[3]
 
 
 def _config(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> Prefill:
-    """How a call is launched: by the first configuration that the GPU has shared memory for."""
+    """Return the first launch configuration that fits the GPU's shared memory."""
     chip, width = chip_of(q.device), q.element_size()
     coded = "int8" if unpacked.v_scale is not None else "fp8" if unpacked.v_channel is not None else None
     tiles = prefill_tiles(chip, coded or ("float" if width == 4 else "half"), max(q.shape[3], _value_dim(unpacked)))
@@ -85,7 +86,7 @@ def _config(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scor
 
 
 def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores, config: Prefill) -> PrefillSizes:
-    """What a call is compiled for, with the tiles of `config`."""
+    """Return the compile-time sizes of a call with the tiles of `config`."""
     compute, block = spec.compute, spec.window.block
     hq, dim, heads, dim_v = q.shape[1], q.shape[3], unpacked.k.shape[1], _value_dim(unpacked)
     k_int8, v_int8, v_fp8 = (x is not None for x in (unpacked.k_scale, unpacked.v_scale, unpacked.v_channel))
@@ -127,20 +128,25 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
 def prefill(
     q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a long call over its unpacked keys and values; `ops/prefill/reference.py` is the specification.
+    """Compute the attention of a long call over unpacked keys and values.
 
-    INT8 codes are multiplied as integers; what the unpacked keys and values have in the model's dtype in the query's. A
-    cut by `sas_threshold` is against the maximum of the tiles so far, which are not the reference's. `p_scale: tile` is
-    the reference's alone. Weights have 127 levels whatever `spec.compute` says, and `round_sum` acts where the softmax
-    is exact and nothing is capped; elsewhere row sums are of what was rounded.
+    `ops/prefill/reference.py` is the specification. INT8 codes are multiplied as integers, unquantized keys and values
+    in the query's dtype. These details differ from the reference:
+
+    - `sas_threshold` cuts relative to the maximum of the kernel's tiles so far.
+    - `p_scale: tile` has no kernel.
+    - Weights have 127 levels for any `spec.compute`.
+    - `round_sum` acts where the softmax is exact and has no cap; otherwise row sums use unrounded weights.
 
     Args:
-        q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `unpacked.rows` says which are real.
-        unpacked: contiguous tensors; slots that nobody sees hold finite values.
+        q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns in the model's order; `unpacked.rows` tells which are real.
+        unpacked: contiguous tensors; masked slots hold finite values.
+        spec: the layer's formats and arithmetic.
+        scores: scale, cap, window and sinks of the scores.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
-        for padding before a row's first token; a query that sees nothing has zeros and -inf.
+        Output `[B, Hq, T, Dv]` in the query's dtype, stored as `[B, T, Hq, Dv]`, and fp32 log-sum-exp `[B, Hq, T]`.
+            Padding before a row's first token has zeros in both. A query that sees nothing has zeros and -inf.
     """
     from qattn_kernels.ops.prefill.coded import with_codes
     from qattn_kernels.ops.prefill.kernel import attend
@@ -161,7 +167,7 @@ def prefill(
     )
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     launch(
-        attend, (batch * hq * (-(-tokens // sizes.BM) + 1),),  # blocks of tokens, then of padding: one more at most
+        attend, (batch * hq * (-(-tokens // sizes.BM) + 1),),  # token blocks, then padding blocks: at most one more
         q, *q.stride()[:3], unpacked.k, k_scale, unpacked.v, bias, v_factor, clean, unpacked.pos, unpacked.rows, sinks,
         extra, out, lse, tokens, unpacked.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
         num_warps=config.warps * max(1, sizes.BM // 64), num_stages=config.stages, enable_fp_fusion=True,

@@ -1,5 +1,4 @@
-"""Codes for what unpacked keys and values have in the model's precision, in Triton; `reference/operands.py` is the
-specification."""
+"""Quantize unpacked keys and values to INT8 or FP8, in Triton. `reference/operands.py` is the specification."""
 
 from __future__ import annotations
 
@@ -13,22 +12,23 @@ from qattn_kernels.jit.rows import load_row
 from qattn_kernels.ops.prefill.value_factors import REACH
 
 TILE = tl.constexpr(64)
-FIELDS = tl.constexpr(4)  # of `stats_kernel`
-FAR = tl.constexpr(1073741824.0)  # behind all slots
+FIELDS = tl.constexpr(4)  # rows per program in the output of `stats_kernel`
+FAR = tl.constexpr(1073741824.0)  # greater than any slot
 
 
 @triton.jit
 def _end(rows, b, BLOCK: tl.constexpr):
-    """Slots of a row that hold anything, whole blocks."""
+    """Return the end of the slots in use in a row, rounded up to whole blocks."""
     row = load_row(rows, b)
     return (row.closed * BLOCK + row.length - row.open_start + row.count + BLOCK - 1) // BLOCK * BLOCK
 
 
 @triton.jit
 def _of_head(X, strides, head, heads, n):
-    """Where tokens `n` of a head of a row begin, `[n, 1]`, in `X` `[B, H, <= N, D]` of any `strides` but the last,
-    which is 1. Only slots that are seen are read, so that a cache's own tensor, shorter than the unpacked keys and
-    values, will do."""
+    """Return pointers `[n, 1]` to tokens `n` of one head in `X` `[B, H, <= N, D]`; the last stride must be 1.
+
+    Kernels read only visible slots, so `X` can be a cache's own tensor with fewer slots than the unpacked keys and
+    values."""
     first = X + (head // heads).to(tl.int64) * strides[0] + (head % heads).to(tl.int64) * strides[1]
     return first + n.to(tl.int64)[:, None] * strides[2]
 
@@ -36,10 +36,9 @@ def _of_head(X, strides, head, heads, n):
 @triton.jit
 def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
             DP: tl.constexpr):  # fmt: skip
-    """Statistics of slots `first` to `end`: see `stats_kernel`. What nobody asks for is not kept: registers are what is
-    short."""
+    """Store the statistics of slots `first` to `end`, see `stats_kernel`. Skips unrequested ones to save registers."""
     d = tl.arange(0, DP)
-    # reduced once: between warps that is what costs
+    # reduce once at the end: reductions between warps are expensive
     sums, high = tl.full([TILE, DP], 0.0, tl.float32), tl.full([TILE, DP], float("-inf"), tl.float32)
     low, count = tl.full([TILE, DP], float("inf"), tl.float32), tl.full([TILE], 0.0, tl.float32)
     clean = tl.full([TILE], FAR, tl.float32)
@@ -69,10 +68,11 @@ def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexp
 @triton.jit
 def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr,
                  STEP: tl.constexpr, BLOCK: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
-    """Program (part of the slots, row and head, keys or values): of `STEP` slots (`_of_head`) sum, largest and
-    smallest of each channel, into `OUT` fp32 `[sides, B * H, parts, FIELDS, D]`, and there the count of visible tokens
-    and the first masked slot as channels 0 and 1 of a fourth field. Of keys the sum alone; that of values if they are
-    smoothed, else their largest and smallest lie around 0."""
+    """Compute channel statistics of `STEP` slots. One program per (part of the slots, row and head, keys or values).
+
+    Writes fp32 `OUT` `[sides, B * H, parts, FIELDS, D]`: sum, largest and smallest value of each channel. The fourth
+    field holds the count of visible tokens in channel 0, and the first masked slot in the other channels. Keys get only
+    the sum. Values get the sum if they are smoothed; otherwise their range is symmetric around 0."""
     part, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
     own = OUT + ((side * tl.num_programs(1) + head) * tl.num_programs(0) + part).to(tl.int64) * (FIELDS * D)
@@ -85,9 +85,11 @@ def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.co
 @triton.jit(do_not_specialize=["parts"])
 def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
                   SMOOTH_K: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
-    """Program (row and head, keys or values): the parts together, `MEAN` `[sides, B * H, D]`, zeros unless smoothed,
-    and of values what `largest` stands for in each channel around it, `SCALE` alike; `CLEAN` `[B * H]` the first masked
-    slot."""
+    """Combine the parts of `stats_kernel`. One program per (row and head, keys or values).
+
+    Writes `MEAN` fp32 `[sides, B * H, D]`, zeros unless smoothed, and `SCALE` of the same shape: each value channel's
+    scale around its mean, such that the largest magnitude maps to `largest`. `CLEAN` int32 `[B * H]` gets the first
+    masked slot."""
     side, d = tl.program_id(1), tl.arange(0, DP)
     head = side * tl.num_programs(0) + tl.program_id(0)
     of_values = tl.full([CHUNK, DP], side, tl.int32) == 1
@@ -107,13 +109,13 @@ def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP
     mean = sums / tl.maximum(count, 1.0)
     top = tl.where(count > 0, tl.maximum(high - mean, mean - low), 0.0)
     tl.store(MEAN + head * D + d, mean, mask=d < D)
-    tl.store(CLEAN + tl.program_id(0), clean.to(tl.int32))  # the same of both
+    tl.store(CLEAN + tl.program_id(0), clean.to(tl.int32))  # keys and values give the same
     tl.store(SCALE + head * D + d, tl.where(top < largest * SMALLEST_NORMAL, 0.0, top / largest), mask=d < D)
 
 
 @triton.jit
 def _load_tile(X, strides, BIAS, MEAN, head, heads, n, N, SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Tokens `n` of a head in fp32 `[TILE, DP]`, around `MEAN` if they are smoothed; zeros where nobody sees them."""
+    """Load tokens `n` of a head, fp32 `[TILE, DP]`, minus `MEAN` if smoothed; zeros where the slot is masked."""
     d = tl.arange(0, DP)
     visible = (tl.load(BIAS + head.to(tl.int64) * N + n) == 0.0)[:, None]
     x = _of_head(X, strides, head, heads, n) + d[None, :]
@@ -161,10 +163,16 @@ def _write_values(VALUES, BIAS, head, heads, n, N, FP8: tl.constexpr, SMOOTH: tl
 def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr, SMOOTH_K: tl.constexpr,
                  FP8: tl.constexpr, SMOOTH_V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """Program (tile of slots, row and head, keys or values): of `KEYS` (tensor, strides, mean, codes, scales) INT8
-    codes `[B, H, N, D]` around their mean and scales `[B, H, N]`; of `VALUES` (tensor, strides, mean, channels' scales,
-    codes, scales) codes `[B, H, D, N]`, in FP8 by their channel around their mean, as bytes, else INT8 with scales
-    `[B, H, N]`. None where the one or the other has codes already."""
+    """Quantize a tile of slots. One program per (tile of slots, row and head, keys or values).
+
+    A side that is already quantized is None.
+
+    Args:
+        KEYS: `(tensor, strides, mean, codes, scales)`. Writes INT8 codes `[B, H, N, D]` around the mean, and scales
+            `[B, H, N]`.
+        VALUES: `(tensor, strides, mean, channel scales, codes, scales)`. Writes codes `[B, H, D, N]`: FP8 bytes scaled
+            per channel around the mean, or INT8 with scales `[B, H, N]`.
+    """
     head, side = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < tl.cdiv(_end(ROWS, head // heads, BLOCK), REACH) * REACH:
@@ -179,10 +187,11 @@ def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, LEVELS: tl.constexpr, GROUP
 @triton.jit
 def query_means_kernel(Q, strides, ROWS, OUT, heads, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr,
                        TOGETHER: tl.constexpr):  # fmt: skip
-    """fp32 means `[B, Hq, n, D]` of each `SIZE` real queries `[B, Hq, T, D]`, or if `TOGETHER` what each of these adds
-    to the mean of all; those that are not finite count as zeros. One program takes one of the n of a row and head.
-    Those of neighbouring heads run at once: models lay queries out by tokens, and one head's alone would come from few
-    of the memory's channels."""
+    """Compute fp32 means `[B, Hq, n, D]` of each `SIZE` real queries `[B, Hq, T, D]`.
+
+    One program per (row and head, n). With `TOGETHER`, writes instead each group's contribution to the mean of all
+    queries. Non-finite queries count as zeros. Models store queries token by token, so neighbouring heads run at once
+    to spread over the memory channels."""
     head, part = tl.program_id(0), tl.program_id(1)
     row = load_row(ROWS, head // heads)
     d = tl.arange(0, DP)

@@ -21,11 +21,9 @@ from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
 
 
 def _prefill_form(fmt: Format, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
-    """Blocks that the call fills in the form of the format's prefill, the unfinished tail as it stands open.
+    """Return the blocks that the call fills in the form of the format's prefill, and the unfinished tail in open form.
 
-    A tail without codes of its own, or without their mean, is seen as if its block closed here, so that all of a
-    prefill has one form.
-    """
+    A tail without codes or without a mean is quantized as if its block closed now, so that a prefill has one form."""
     formed = fmt.block_form(tokens, state)
     if tokens.scale is None or formed.mean is not None:
         return formed
@@ -35,7 +33,7 @@ def _prefill_form(fmt: Format, state: State, tokens: Operand, full: torch.Tensor
 
 
 def packed_past(state: State, spec: LayerSpec) -> Tiles:
-    """What the queries of a long call see of the blocks that were closed before it; asked before anything changes."""
+    """Return what a long call sees of earlier closed blocks. Call it before the state changes."""
     packed = packed_tiles(state, spec, state["closed"])
     return packed.joined(sink_tiles(state, spec, state["closed"], None)) if spec.sink_pool.num else packed
 
@@ -48,12 +46,15 @@ def prefill(
     open_span: OpenSpan,
     scores: Scores,
 ) -> list[Attended]:
-    """Attention of a long call, TurboAttention Algorithm 1, after its tokens were appended.
+    """Compute the attention of a long call (TurboAttention, Algorithm 1) after its tokens were appended.
 
     Args:
         parts: queries of the call.
-        past: `packed_past` of the call. state: the layer's tensors.
-        open_span: the open tokens before the call and the new ones.
+        past: `packed_past` of the call.
+        state: the layer's tensors.
+        spec: the layer's formats and arithmetic.
+        open_span: open tokens before the call, and the new tokens.
+        scores: scale, cap, window and sinks of the scores.
     """
     closes = torch.arange(open_span.pos.shape[1], device=open_span.pos.device) < open_span.closing[:, None]
     since = torch.where(open_span.valid, open_span.pos, FOREVER)[:, None]
@@ -71,10 +72,9 @@ def prefill(
 def attend_all(
     parts: Sequence[QueryPart], tiles: Tiles, spec: LayerSpec, scores: Scores, reach: Callable[[int], int]
 ) -> list[Attended]:
-    """The parts of a long call over all that they see; the first `end` tokens see no tile from `reach(end)` on.
+    """Attend with every part of a long call to all its tiles. The first `end` tokens see no tile from `reach(end)` on.
 
-    Smoothing subtracts from padding what it subtracts from the last token before.
-    """
+    Smoothing subtracts from padding the same mean as from the last token before it."""
     tiles = tiles.latent() if spec.latent else operands(tiles, spec)
     results, mean = [], None
     for part in parts:
@@ -88,8 +88,9 @@ def attend_all(
 def _in_chunks(
     part: QueryPart, queries: Queries, tiles: Tiles, spec: LayerSpec, scores: Scores, reach: Callable[[int], int]
 ) -> Attended:
-    """One part, some queries at a time: the scores of all at once would not fit a long prompt."""
-    chunks, rows = [], spec.compute.block_q  # what shares a scale of the weights too, with `p_scale: tile`
+    """Attend with one part, some queries at a time: the scores of all queries of a long prompt would not fit in
+    memory."""
+    chunks, rows = [], spec.compute.block_q  # also the queries that share a weight scale with `p_scale: tile`
     for i in range(0, part.q.shape[2], rows):
         some = tiles.first(reach(part.ahead + i + rows))  # later tiles are later tokens
         chunk = queries.part(i, i + rows), part.pos[:, i : i + rows]

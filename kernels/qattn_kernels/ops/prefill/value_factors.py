@@ -1,4 +1,4 @@
-"""What a prefill takes of the scales of values: their logarithms and their inverses, worked out once for all."""
+"""Logarithms and inverses of the value scales, computed once per prefill."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from qattn_kernels.jit.rows import load_row
 from qattn_kernels.launch.constants import WIDEST_TILE
 from qattn_kernels.ops.prefill.weights import NO_SCALE
 
-REACH = tl.constexpr(WIDEST_TILE)  # as far as this, in whole tiles, slots hold numbers behind a row's end
+REACH = tl.constexpr(WIDEST_TILE)  # slots hold valid numbers up to the next multiple of this after a row's end
 
 
 class Factors(NamedTuple):
-    """Tensors of all rows and heads, of `N` slots each.
+    """Tensors of all rows and heads, with `N` slots each.
 
     Attributes:
         v_scale, bias: as in `launch.unpacked_kv.UnpackedKV`.
         v_log_scale: fp32 `[B, Hkv, N]`, bias + log2 of the value's scale.
-        inverse: fp32 `[B, Hkv, N]`, 1 / that scale; 0 where nobody sees the slot.
+        inverse: fp32 `[B, Hkv, N]`, 1 / scale, 0 where the slot is masked.
         clean: int32 `[B * Hkv]`, the first slot whose bias is not 0.
     """
 
@@ -33,7 +33,7 @@ class Factors(NamedTuple):
 
 @triton.jit
 def write_factors(F, row, head, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Those of one row and head, `STEP` slots at a time, as far as a prefill's last tile may reach."""
+    """Write the `Factors` of one row and head, `STEP` slots at a time, up to the reach of a prefill's last tile."""
     base = head.to(tl.int64) * N
     masked = row.closed * BLOCK + row.length - row.open_start + row.count
     end = tl.cdiv(masked, REACH) * REACH
@@ -50,6 +50,6 @@ def write_factors(F, row, head, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def value_factors(FACTORS, rows, heads, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Program (row and KV head): its `Factors`."""
+    """Write the `Factors` of one row and KV head per program."""
     head = tl.program_id(0)
     write_factors(Factors(*FACTORS), load_row(rows, head // heads), head, N, BLOCK, STEP)

@@ -1,19 +1,19 @@
-"""Weights of a tile of the prefill from its products of queries and keys; see `ops/prefill/kernel.py`.
+"""Softmax weights of a prefill tile, from its products of queries and keys; see `ops/prefill/kernel.py`.
 
-What the functions take:
+Arguments of the functions:
 
-- `x` `[BM, BN]`: the products. Integer sums come as floats `ROUNDER + sum`; the multiply-add that scales them takes
-  `ROUNDER` off. `unit`: what 1 of a product is worth in log2 units, one for all queries, or `[BM]` (`row_weights`,
-  `group_weights`).
-- `head`: the `kernel.HeadKV`. Its `bias` is -inf where the slot is masked, else the logarithm of the value's scale, and
-  `v_factor` is 1 / that scale; for `row_weights` 0 and the scale itself.
-- `sums`: the `kernel.Sums` before the tile; its maxima start at `NOTHING`, which is finite.
+- `x` `[BM, BN]`: the products. Integer sums come as floats `ROUNDER + sum`, and the multiply-add that scales them
+  subtracts `ROUNDER` again.
+- `unit`: value of 1 of a product in log2 units, a scalar for all queries or `[BM]` (`row_weights`, `group_weights`).
+- `head`: the `kernel.HeadKV`. Its `bias` is -inf in masked slots, else the logarithm of the value's scale. Its
+  `v_factor` is 1 / that scale. For `row_weights`, `bias` is -inf or 0 and `v_factor` the scale itself.
+- `sums`: the `kernel.Sums` before the tile. Its maxima start at the finite `NOTHING`.
 - `C`: a `launch.constants.PrefillSizes`.
 
-What those named `_weights` return: the weights `[BM, BN]`, and `[BM]` each their sum, the largest score of the tile, of
-all so far, and of all without the values' scales (`peak`, which SAS cuts against). For an INT8 product with values
-(`C.V_INT8`) weights and sum are against the largest score of the tile, otherwise against the largest so far.
-"""
+Each `_weights` function returns the weights `[BM, BN]` and four vectors `[BM]`: the sum of the weights, the largest
+score of the tile, the largest score so far, and `peak`. `peak` is the largest score without the values' scales, which
+SAS cuts against. For INT8 values (`C.V_INT8`), weights and sum are relative to the tile's largest score. Otherwise they
+are relative to the largest score so far."""
 
 from __future__ import annotations
 
@@ -23,36 +23,40 @@ import triton.language as tl
 from qattn_kernels.jit.math import LOG2E, ROUNDER, exp2_sas, short_scale, sum_of_raised
 
 NEGATIVE = tl.constexpr(float("-inf"))
-LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
+LEVELS = tl.constexpr(127.0)  # levels of weights: the full range, more precise than the 119 of stored tokens
 LOG2_LEVELS = tl.constexpr(6.988684686772166)
-LARGEST = tl.constexpr(448.0)  # of E4M3, which weights are scaled by
+LARGEST = tl.constexpr(448.0)  # largest E4M3 number, which weights are scaled by
 LOG2_LARGEST = tl.constexpr(8.807354922057604)
-# A block whose values' scale is this far (in log2) below the largest of the tile has small weights, since they contain
-# that scale: rounded they would be few levels or none. So its part of the row sum is of the weights before rounding.
+# A block counts as small if its value scale is this far (in log2) below the tile's largest. The weights contain that
+# scale, so rounding leaves them few levels or none. The row sum of such a block uses the weights before rounding.
 SMALL_VALUES = tl.constexpr(3.0)
-NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
+NO_SCALE = tl.constexpr(1e-24)  # replaces a scale of 0: small, with a finite inverse
 
 
 @triton.jit
 def factor(cap, C: tl.constexpr):
-    """From scores to log2 units, or to the exponent `y` of their cap's tanh, `1 - 2 / (2^y + 1)` where `2^y` is
-    `exp(2 * score / cap)`. `cap` is in log2 units itself: hence the second `LOG2E`."""
+    """Return the factor from scores to log2 units, or with a soft cap to the exponent `y` of the cap's tanh.
+
+    The tanh is `1 - 2 / (2^y + 1)` with `2^y = exp(2 * score / cap)`. `cap` itself is in log2 units, hence the second
+    `LOG2E`."""
     return 2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E
 
 
 @triton.jit
 def exponentials(x, cut, C: tl.constexpr):
-    """`2^x`, by SAS if that is asked for: nothing where `x` is below `cut`."""
+    """Return `2^x`. With SAS, use its approximation, which is 0 for `x` below `cut`."""
     return exp2_sas(x, cut) if C.SAS else tl.exp2(x)
 
 
 @triton.jit
 def block_weights(x, unit, sums, head, n0, threshold, BN: tl.constexpr, C: tl.constexpr):
-    """Weights of a tile of whole blocks from its integer sums `x`. The largest sum of a block gives its largest score,
-    so that one multiply-add takes a sum to its exponent.
+    """Return the weights of a tile of whole blocks from its integer sums `x`.
 
-    The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
-    one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
+    A block has one scale, so its largest sum gives its largest score. One multiply-add then turns a sum into its
+    exponent.
+
+    The terms with `ROUNDER` are large, so their difference errs by up to one unit of a sum. Scores are therefore taken
+    relative to one unit above the largest, because a weight beyond 127 would wrap to a negative INT8."""
     PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
     top, peak = sums.m, sums.peak
     block = n0 + tl.arange(0, PARTS) * C.BLOCK
@@ -74,10 +78,10 @@ def block_weights(x, unit, sums, head, n0, threshold, BN: tl.constexpr, C: tl.co
 
 @triton.jit
 def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
-    """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`.
+    """Return scores `[BM, BN]` in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BN]`.
 
-    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `k_mean_scores` `[BM]`:
-    what keys around their mean lack, which a softmax alone would not miss."""
+    With one scale per query, `x` is already multiplied by it and has no `ROUNDER`. `k_mean_scores` `[BM]` is the part
+    of the score that smoothing removed from the keys. A plain softmax would cancel it, a cap does not."""
     b = tl.load(head.bias + n)
     r = tl.full([x.shape[1]], 1.0, tl.float32)
     a = r * unit
@@ -88,7 +92,7 @@ def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
     low = a * (-ROUNDER if C.K_INT8 and C.Q_GROUP == "block" else 0.0)
     if C.SMOOTH_Q != "none":
         low += tl.load(head.shift + n) * factor(cap, C)
-    if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
+    if C.SOFTCAP:  # `unit` turns this into the exponent of the tanh
         y = x * a[None, :] + low[None, :]
         if C.SMOOTH_K:
             y += k_mean_scores[:, None]
@@ -100,17 +104,21 @@ def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
 
 @triton.jit
 def row_weights(x, unit, sums, head, n0, order, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
-    """Weights of a tile from its integer sums `x` where keys have scales of their own: scores stay in units of their
-    query until the exponent, where its scale costs nothing. FP8 weights are against the running maximum, times
-    `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `C.RAISED`: these come
-    with `ROUNDER` added, which rounds them and leaves each in the low byte of its float, and the mass is of the rounded
-    ones, but where a block's values are so small beside another's that nothing would be left of its weights."""
+    """Return the weights of a tile from its integer sums `x`, for keys with one scale per token.
+
+    Scores stay in the unit of their query until the exponent, where the query's scale costs nothing. FP8 weights are
+    relative to the running maximum, times `LARGEST`. INT8 weights are relative to the tile's own maximum and include
+    their block's value scale.
+
+    With `C.RAISED`, INT8 weights come with `ROUNDER` added, which rounds each weight into the low byte of its float.
+    The row sum then adds the rounded weights. Blocks with very small values (`SMALL_VALUES`) add their unrounded
+    weights."""
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
     top, peak, n = sums.m, sums.peak, n0 + order
     mask, a = tl.load(head.bias + n), tl.load(head.k_scale + n)
-    if C.Q_LEVELS < LEVELS:  # sums of 4-bit codes are small: `a * ROUNDER` must be exact
+    if C.Q_LEVELS < LEVELS:  # sums of 4-bit codes are small, so `a * ROUNDER` must be exact
         a = short_scale(a)
-    if C.PLAIN:  # the interpreter rounds the product before it is summed
+    if C.PLAIN:  # the interpreter rounds the product before the sum
         s = (x - ROUNDER) * a[None, :] + mask[None, :]
     else:
         s = x * a[None, :] + (mask - a * ROUNDER)[None, :]
@@ -144,24 +152,24 @@ def row_weights(x, unit, sums, head, n0, order, see, BN: tl.constexpr, MASK: tl.
 
 @triton.jit
 def group_weights(x, unit, sums, head, n0, BN: tl.constexpr, C: tl.constexpr):
-    """FP8 weights of a tile from its integer sums `x`, where keys share scales in groups and none is masked.
+    """FP8 weights of a tile from its integer sums `x`, where keys share scales in groups and no key is masked.
 
-    The largest sum of a group gives its largest score, so that one multiply-add takes a sum to its exponent. A group is
-    one of `thread` (`formats.granularity`), four of 64 tokens. `kernel._key_order` puts tokens into columns so that
-    bits 3 and 1 of a column's number are the low and the high bit of its group:
+    The largest sum of a group gives its largest score, so one multiply-add turns a sum into its exponent. Groups are
+    those of `thread` (`formats.granularity`), four per 64 tokens. `kernel._key_order` assigns tokens to columns. Bits 3
+    and 1 of a column number are then the low and the high bit of its group:
 
         column    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15   | 16 ...
         token     0  1  4  5  8  9 12 13  2  3  6  7 10 11 14 15   | 16 ...
         group     0  0  2  2  0  0  2  2  1  1  3  3  1  1  3  3   |  0 ...
 
         bits of a column   5 4 |   3 | 2 |    1 | 0
-        dims of `y`          4 |   2 | 2 |    2 | 2     behind queries and parts of 64
+        dims of `y`          4 |   2 | 2 |    2 | 2     after the dims of queries and parts of 64
         bits of a group        | low |   | high |
     """
     top, peak = sums.m, sums.peak
     PARTS: tl.constexpr = BN // 64
     part, two = tl.arange(0, PARTS) * 64, tl.arange(0, 2) * 2
-    group = part[:, None, None] + two[None, :, None] + 2 * two[None, None, :]  # the first token of each
+    group = part[:, None, None] + two[None, :, None] + 2 * two[None, None, :]  # first token of each group
     a = short_scale(tl.load(head.k_scale + n0 + group)[None, :, :, :] * unit[:, None, None, None])
     y = tl.reshape(x, (C.BM, PARTS, 4, 2, 2, 2, 2))  # bits 5 and 4, 3, 2, 1, 0 of the column
     most = tl.max(tl.max(y, 6), 2)
@@ -176,7 +184,9 @@ def group_weights(x, unit, sums, head, n0, BN: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def token_weights(s, r, sums, threshold, C: tl.constexpr):
-    """Weights of a tile from its scores: INT8 ones against the tile's own maximum, others against the running one."""
+    """Return the weights of a tile from its scores.
+
+    INT8 weights are relative to the tile's own maximum, other weights to the running maximum."""
     top, peak = sums.m, sums.peak
     here = tl.max(s, 1)
     new = tl.maximum(top, here)
@@ -186,7 +196,7 @@ def token_weights(s, r, sums, threshold, C: tl.constexpr):
     if C.V_FP8:
         base -= LOG2_LARGEST
     cut = s
-    if C.SAS:  # its cut is by the score alone
+    if C.SAS:  # SAS cuts by the score alone, without the value's scale
         bare = tl.log2(tl.maximum(r, NO_SCALE))[None, :]
         peak = tl.maximum(peak, tl.max(s + bare, 1))
         cut = (peak + threshold - base)[:, None] - bare

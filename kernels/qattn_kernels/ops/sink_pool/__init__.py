@@ -1,1 +1,1 @@
-"""SinkQ's pool: tokens that leave the packed blocks and stay in open form."""
+"""SinkQ's pool: sink tokens that stay outside the packed blocks, in open form."""

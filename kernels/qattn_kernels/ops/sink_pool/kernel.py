@@ -1,8 +1,8 @@
-"""SinkQ's pool in Triton: `ops/sink_pool/reference.py` is the specification.
+"""SinkQ's pool in Triton. `ops/sink_pool/reference.py` is the specification.
 
-A decode reads the table as it is after the append, and the bits of `dropped` as they were before the call: what a close
-changed holds for queries from `visible_from` on, as in single steps, and the bits follow when all have read them.
-"""
+A decode reads the sink table as it is after the append, and the bits of `dropped` as they were before the call. Changes
+made by a close apply to queries from `visible_from` on, as in single steps. The bits are updated when every program has
+read them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from qattn_kernels.jit.tokens import Source, from_ring, new_tokens, ring_codes, 
 from qattn_kernels.launch.call import SinkTensors, Table
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 
-UNDECIDED = tl.constexpr(9223372036854775807)  # an age that no entry has
+UNDECIDED = tl.constexpr(9223372036854775807)  # larger than any entry's age
 
 
 @triton.jit
 def visible_from(row, C: tl.constexpr):
-    """The first query position of a short call, which closes one block at most, that sees what the close changed."""
+    """Return the first query position of a short call that sees the changes of its close. A short call closes at most
+    one block."""
     return tl.where(row.closing > 0, packed_since(0, row.open_start, C), FOREVER)
 
 
 @triton.jit
 def moved_tokens(MOVED, block, t, bh, C: tl.constexpr):
-    """Tokens `t` of a block that a short call's close moved into the table or back out of it."""
+    """Return which tokens `t` of a block the close of a short call moved into the table or back out of it."""
     moved = t < 0
     for i in tl.static_range(2 * C.SINKS):
         moved = moved | (tl.load(MOVED + bh * (2 * C.SINKS) + i) == block * C.BLOCK + t)
@@ -35,7 +36,7 @@ def moved_tokens(MOVED, block, t, bh, C: tl.constexpr):
 
 @triton.jit
 def _note_moved(MOVED, entries, closed, bh, C: tl.constexpr):
-    """Slots of the tokens that one close can move, at most: `SINKS` into the table, and as many back out of it."""
+    """Store the slots of the tokens that one close moved: at most `SINKS` into the table and `SINKS` out of it."""
     moved = (entries.born > closed) ^ (entries.written > closed)
     last = tl.full([], -1, tl.int32)
     for i in range(2 * C.SINKS):
@@ -45,7 +46,7 @@ def _note_moved(MOVED, entries, closed, bh, C: tl.constexpr):
 
 @triton.jit
 def sinks_visible(TABLE, at, row):
-    """Which entries `at` queries before `visible_from` see, and which the others do."""
+    """Return which entries `at` are visible to queries before `visible_from`, and which to later queries."""
     born, written = tl.load(TABLE.born + at), tl.load(TABLE.written + at)
     before = (born > 0) & (born <= row.closed) & ((written == 0) | (written > row.closed))
     return before, (born > 0) & (written == 0)
@@ -69,7 +70,9 @@ def store_table(TABLE, at, entries):
 
 @triton.jit
 def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
-    """The smallest of a block's keys, the oldest of equal ones, against the pool: entries, sizes left, who is taken."""
+    """Let the smallest key of a block compete with the pool; ties go to the oldest key.
+
+    Returns the entries, the remaining key sizes, and bool `[BLOCK]` for the token taken."""
     entry_pos, entry_slot, born, evicted, written, norm = entries
     best = tl.min(size, 0)
     index = tl.min(tl.where(size == best, t, C.BLOCK), 0)
@@ -90,7 +93,8 @@ def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
 
 @triton.jit
 def _least(entries, C: tl.constexpr):
-    """The size below which a key joins the pool: of its largest member, or infinity while it has room."""
+    """Return the size below which a key joins the pool: the size of the pool's largest key, or infinity while it has
+    room."""
     inside = (entries.born > 0) & (entries.evicted == 0)
     worst = tl.max(tl.where(inside, entries.norm, float("-inf")), 0)
     return tl.where(tl.sum(inside.to(tl.int32), 0) < C.SINKS, float("inf"), worst)
@@ -98,7 +102,8 @@ def _least(entries, C: tl.constexpr):
 
 @triton.jit
 def _write_back(entries, count, C: tl.constexpr):
-    """If the window of the evicted overflows, its oldest is read from its codes again."""
+    """If the window of evicted sinks overflows, mark its oldest entry as written back, so that it is read from its
+    block."""
     pos, slot, born, evicted, written, norm = entries
     waiting = (evicted > 0) & (written == 0)
     age = evicted.to(tl.int64) * 4294967296 + pos
@@ -109,8 +114,10 @@ def _write_back(entries, count, C: tl.constexpr):
 
 @triton.jit
 def _forget(entries, until, closed, flags):
-    """Free the places of what was written back so long ago that no crop can bring it back. A short call frees only what
-    earlier calls wrote back, so that it flips no bit and `flags` may be of a pool of pages."""
+    """Free entries that were written back so long ago that no crop can restore them.
+
+    A short call frees only entries that earlier calls wrote back. It flips no bit, so `flags` may belong to a page
+    pool."""
     pos, slot, born, evicted, written, norm = entries
     gone = (written > 0) & (written <= until)
     flip_bits(flags, slot, gone & (written > closed) & (born <= closed))
@@ -120,7 +127,7 @@ def _forget(entries, until, closed, flags):
 
 @triton.jit
 def _magnitudes(K, code, scale):
-    """fp64 sums of the magnitudes of keys `[n, DP]`. Magnitudes of INT8 codes are whole numbers that fp32 holds."""
+    """Return fp64 sums of the magnitudes of keys `[n, DP]`. INT8 magnitudes are integers, so fp32 sums them exactly."""
     if K.ring.dtype.element_ty == tl.int8:
         return tl.sum(tl.abs(code), 1).to(tl.float64) * scale.to(tl.float64)
     else:
@@ -129,8 +136,7 @@ def _magnitudes(K, code, scale):
 
 @triton.jit
 def key_sizes(source, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
-    """fp64 magnitudes of the keys of a block that closes, whose mask bits lie at `bits`; infinity where there is none
-    to choose."""
+    """Return the fp64 key sizes `[BLOCK]` of a closing block with mask bits at `bits`; infinity for masked tokens."""
     length, closed, open_start, closing, first, count = row
     t = tl.arange(0, C.BLOCK)
     pos = open_start + j * C.BLOCK + t
@@ -145,7 +151,7 @@ def key_sizes(source, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.const
 
 @triton.jit
 def fill(S, code, scale, write, bh, ENTRIES: tl.constexpr, SIDE: tl.constexpr):
-    """Entries in open form, where `write` holds."""
+    """Write entries in open form, where `write` is true."""
     e = tl.arange(0, ENTRIES)
     inside = write[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
     tl.store(ring_codes(S, e, ENTRIES, bh, SIDE), code.to(S.ring.dtype.element_ty), mask=inside)
@@ -155,8 +161,10 @@ def fill(S, code, scale, write, bh, ENTRIES: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
 def sizes_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, SIZES, NB, K_QUANTIZE: tl.constexpr, C: tl.constexpr):
-    """Program (block of the open span, head, row): `key_sizes` of all blocks that a long call closes, to `SIZES` fp64
-    `[B, H, blocks, BLOCK]`: the pool meets one block after another, but these need not wait."""
+    """Compute `key_sizes` of all blocks that a long call closes. One program per (block of the open span, head, row).
+
+    Writes `SIZES` fp64 `[B, H, blocks, BLOCK]`. The pool meets blocks one after another, but the sizes can run in
+    parallel."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if j < tl.minimum(row.closing, NB - row.closed):
@@ -169,8 +177,9 @@ def sizes_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, SIZES, NB, K_QUA
 
 @triton.jit
 def first_sinks(size, C: tl.constexpr):
-    """The tokens `[BLOCK]` that an empty pool takes of a block with keys of such sizes: those of the smallest ones, the
-    oldest of equal ones."""
+    """Return bool `[BLOCK]`: the tokens that an empty pool takes from a block with key sizes `size`.
+
+    It takes the smallest keys; ties go to the oldest."""
     SINKS: tl.constexpr = C.SINKS
     t = tl.arange(0, C.BLOCK)
     chosen = t < 0
@@ -184,8 +193,10 @@ def first_sinks(size, C: tl.constexpr):
 
 @triton.jit
 def _meet(entries, least, size, j, row, flags, C: tl.constexpr):
-    """The pool competes with block `j` of the open span, of keys of such sizes: its entries then, their `_least`, and
-    the tokens `[BLOCK]` that it takes. Most blocks have no key small enough: then nothing changes."""
+    """Let the pool compete with block `j` of the open span, which has key sizes `size`.
+
+    Returns the new entries, their `_least`, and bool `[BLOCK]` for the tokens taken. Most blocks have no key small
+    enough and change nothing."""
     SINKS: tl.constexpr = C.SINKS
     t = tl.arange(0, C.BLOCK)
     total, chosen = row.closed + j + 1, t < 0
@@ -203,7 +214,7 @@ def _meet(entries, least, size, j, row, flags, C: tl.constexpr):
 @triton.jit
 def _keep_table(source, K, V, sinks, entries, row, b, h, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
-    """After the last block that closes: the table as it is now, and the tokens of new entries."""
+    """Store the table and the tokens of its new entries, after the last closing block."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     bh = b * C.H + h
@@ -221,7 +232,7 @@ def _keep_table(source, K, V, sinks, entries, row, b, h, K_QUANTIZE: tl.constexp
 
 @triton.jit
 def _keep_tokens(S, SINKS, entries, closed, bh, SIDE: tl.constexpr, C: tl.constexpr):
-    """Tokens of new entries, as the ring has them; free places hold zeros."""
+    """Copy the tokens of new entries from the ring; free places get zeros."""
     new, e, slot = entries.born > closed, tl.arange(0, C.ENTRIES), entries.pos % C.RING
     write, d = new | (entries.born == 0), (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
     x = tl.load(ring_codes(S, slot, C.RING, bh, SIDE), mask=new[:, None] & d, other=0)
@@ -233,9 +244,11 @@ def _keep_tokens(S, SINKS, entries, closed, bh, SIDE: tl.constexpr, C: tl.conste
 
 @triton.jit
 def compete(K, V, sinks, flags, masked, row, bh, C: tl.constexpr):
-    """Inside the append of a short call, when the ring has its tokens: the pool of a head competes with the one block
-    that closes, whose `masked` tokens `[BLOCK]` take no part. The tokens `[BLOCK]` that it takes; what it
-    moves goes to `sinks.moved`, see `moved_tokens`. Most blocks change nothing, and are only read."""
+    """Let the pool of a head compete with the one block that a short call closes. Runs inside the append.
+
+    The ring must hold the call's tokens. `masked` bool `[BLOCK]` tokens do not compete. Returns bool `[BLOCK]`, the
+    tokens taken, and stores moved slots to `sinks.moved` (see `moved_tokens`). Most blocks change nothing and are only
+    read."""
     t = tl.arange(0, C.BLOCK)
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
     entries = load_table(sinks.table, at)
@@ -261,9 +274,10 @@ def compete(K, V, sinks, flags, masked, row, bh, C: tl.constexpr):
 @triton.jit(do_not_specialize=["span_stride", "NB", "open_blocks"])
 def pool_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, SINKS, SIZES, NB, open_blocks,
                 K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (head, row) of a long call, before the append: the pool (`SINKS`, a `SinkTensors`) competes with each
-    block that closes, and notes which tokens it takes of the `open_blocks` blocks of the open span. `SIZES`: of
-    `sizes_kernel`."""
+    """Let the pool compete with each block that a long call closes. One program per (head, row), before the append.
+
+    `SINKS` holds the fields of a `SinkTensors`, `SIZES` the output of `sizes_kernel`. Stores bits for the tokens taken
+    from the `open_blocks` blocks of the open span."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     closing = tl.minimum(row.closing, NB - row.closed)
@@ -284,8 +298,9 @@ def pool_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, SINKS, SIZES, 
 
 @triton.jit
 def _restore(S, X, SCALE, slot, live, bh, slots, SIDE: tl.constexpr, C: tl.constexpr):
-    """Entries into unpacked keys and values: as numbers, or as INT8 by the scale of their slot, which a tile may read
-    for its whole block."""
+    """Write entries to the unpacked keys and values: as numbers, or as INT8 with their slot's scale.
+
+    A tile may apply that scale to its whole block."""
     e, d = tl.arange(0, C.ENTRIES), tl.arange(0, SIDE.DP)
     inside = live[:, None] & (d < SIDE.D)[None, :]
     code = tl.load(ring_codes(S, e, C.ENTRIES, bh, SIDE), mask=inside, other=0.0).to(tl.float32)
@@ -306,8 +321,8 @@ def _restore(S, X, SCALE, slot, live, bh, slots, SIDE: tl.constexpr, C: tl.const
 
 @triton.jit
 def restore_kernel(SINKS, UNPACKED, slots, C: tl.constexpr):
-    """Program (head, row) of a long call, before the pool competes: its sinks to their slots of the unpacked keys and
-    values."""
+    """Write the sinks to their slots of the unpacked keys and values. One program per (head, row), before the pool
+    competes."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     unpacked, sinks = UnpackedTensors(*UNPACKED), SinkTensors(*SINKS)

@@ -1,4 +1,5 @@
-"""Launches of the sink pool for long calls: before the append, and before that into the unpacked keys and values."""
+"""Launch the sink pool for long calls: restore sinks to the unpacked keys and values, then compete before the
+append."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel, size
 
 
 def compete(call: Call) -> None:
-    """Before the append of a long call: the pool competes with each block that it closes; nothing without a pool. In a
-    short call the append does so itself."""
+    """Let the pool compete with each block that a long call closes.
+
+    Runs before the append; does nothing without a pool. Short calls compete inside the append."""
     if call.sinks.table is None:
         return
     size, dropped, open_blocks = call.sizes, call.state["dropped"], call.picked[1]
@@ -30,12 +32,13 @@ def compete(call: Call) -> None:
         pool_kernel, (size.H, call.batch),
         call.source, *call.spans, call.row_state, dropped, call.k, call.v, call.sinks, key_sizes, call.blocks,
         open_blocks, k.quantize_tokens, v.quantize_tokens, size,
-        **codes(size) | {"num_warps": 4},  # no whole block is in registers
+        **codes(size) | {"num_warps": 4},  # no program holds a whole block in registers
     )  # fmt: skip
 
 
 def restore(call: Call, unpacked: UnpackedKV, past: int) -> None:
-    """Sinks of at most `past` blocks to their slots of the unpacked keys and values; before the pool competes."""
+    """Write the sinks of at most `past` blocks to their slots of the unpacked keys and values. Runs before
+    `compete`."""
     if call.sinks.table is not None and past > 0:
         launch(
             restore_kernel, (call.sizes.H, call.batch),

@@ -1,12 +1,12 @@
-"""Attention mass, by which `select: attention` calls tokens sinks (SinkQ, Fig. 1f), in plain PyTorch.
+"""Attention mass, the criterion of `select: attention` for sinks (SinkQ, Fig. 1f), in plain PyTorch.
 
-A token's mass is the attention it got from its own query to the one at whose step its block closes, mean over the query
-heads of its KV head. It must not depend on how tokens were cut into calls, nor stay when a crop takes its queries back.
-So each query weighs only the tokens that stand open at its step, in their open form, where the first of them meet few
-others and get more than in a whole context; a sink still gets nearly all. What a query gave each of them is kept in a
-ring beside theirs until they close: `mass.ring` fp32 `[B, Hkv, ring, width]`, by the query's slot and, from
-`_first_open` on, by the token.
-"""
+A token's mass is the attention it received, averaged over the query heads of its KV head. The sum covers the queries
+from the token's own to the one whose step closes the token's block. It must not depend on how tokens were split into
+calls, and a crop must undo it. Each query therefore weighs only the tokens that are open at its step, in open form.
+
+The first open tokens then compete with few others and receive more than in a full context. A sink still receives nearly
+all attention. A ring keeps each query's weights until its tokens close: `mass.ring` fp32 `[B, Hkv, ring, width]`,
+indexed by the query's slot, then by token from `_first_open` on."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from qattn_kernels.layout import State, Window
 from qattn_kernels.reference.rows import OpenSpan, pick
 from qattn_kernels.reference.tiles import last_hidden
 
-QUERIES = 32  # at a time: each has keys of its own
+QUERIES = 32  # queries at a time: each has different keys
 
 
 def _width(window: Window) -> int:
-    """The most tokens that a query can find open, itself included."""
+    """Return the maximum number of open tokens that a query can see, itself included."""
     return window.span + window.residual
 
 
 def _first_open(state: State, window: Window, pos: torch.Tensor) -> torch.Tensor:
-    """Row position of the first token that stands open when the one at `pos` `[B, n]` comes, as in single steps."""
+    """Return the row position of the first open token when the token at `pos` `[B, n]` arrives, as in single steps."""
     origin = state["origin"][:, None]
     return origin + (pos - origin - window.residual).clamp(min=0) // window.span * window.span
 
@@ -34,8 +34,10 @@ def _first_open(state: State, window: Window, pos: torch.Tensor) -> torch.Tensor
 def given(
     q: torch.Tensor, q_pos: torch.Tensor, state: State, window: Window, open_span: OpenSpan, scores: Scores
 ) -> torch.Tensor:
-    """What the query of each token of an open span gave the open tokens: fp32 `[B, Hkv, n, block, width]`, zeros past
-    the row's end. Asked before the call is appended; `q` `[B, Hq, T, D]`, real tokens first, `q_pos` `[B, T]`."""
+    """Return the weights that each token's query gave the open tokens: fp32 `[B, Hkv, n, block, width]`.
+
+    Zeros after the row's end. Call it before the append. `q` `[B, Hq, T, D]` has real tokens first; `q_pos` is
+    `[B, T]`."""
     parts = [
         _weights(q[:, :, i : i + QUERIES], q_pos[:, i : i + QUERIES], state, window, open_span, scores)
         for i in range(0, q.shape[2], QUERIES)
@@ -50,7 +52,8 @@ def given(
 def _weights(
     q: torch.Tensor, q_pos: torch.Tensor, state: State, window: Window, open_span: OpenSpan, scores: Scores
 ) -> torch.Tensor:
-    """fp32 `[B, Hkv, T, width]` of new queries. Made in fp64, so that no order of summing decides."""
+    """Return the weights fp32 `[B, Hkv, T, width]` of new queries, computed in fp64 so that summation order does not
+    matter."""
     pos = _first_open(state, window, q_pos)[..., None] + torch.arange(_width(window), device=q.device)
     slot = pos - state["open_start"][:, None, None]
     index = slot.clamp(0, open_span.pos[0].numel() - 1).flatten(1)
@@ -67,13 +70,13 @@ def _weights(
 
 
 def mass(state: State, window: Window, open_span: OpenSpan) -> torch.Tensor:
-    """fp64 `[B, Hkv, n, block]` of the tokens of an open span, for blocks that the call closes."""
+    """Return the mass fp64 `[B, Hkv, n, block]` of the tokens of an open span, for blocks that the call closes."""
     assert open_span.given is not None
     rows, pos, block = open_span.given.flatten(2, 3), open_span.pos.flatten(1), window.block
     found = []
     for j in range(open_span.pos.shape[1]):
         first = j * block // window.span * window.span
-        queries = slice(first, first + _width(window))  # the last of them closes the block
+        queries = slice(first, first + _width(window))  # the last of these queries closes the block
         column = open_span.pos[:, j, None] - _first_open(state, window, pos[:, queries])[..., None]
         index = column.clamp(0, _width(window) - 1).long()[:, None].expand(-1, rows.shape[1], -1, -1)
         got = rows[:, :, queries].gather(3, index)

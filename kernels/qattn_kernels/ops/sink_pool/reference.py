@@ -1,11 +1,12 @@
 """SinkQ's pool in plain PyTorch: the specification.
 
-SinkQ section 3: the tokens of the smallest keys leave their block, and are replaced there by the mean of its others. A
-key that takes no part in the block's scales leaves the same scales as that mean would, and its own codes are never
-read while it is away: so nothing is replaced, and a token that comes back finds its codes there, clamped to the block's
-scales, as a write then would put them. Values take part: those of sinks are small, and those of tokens that only were
-the smallest of a block may be any.
-"""
+SinkQ section 3: the tokens with the smallest keys leave their block, and the mean of the block's other keys replaces
+them. Here the block keeps the tokens' codes and nothing is replaced. A key excluded from the block's scales leaves the
+same scales as that mean would, and its codes are not read while it is away.
+
+A token that returns finds its codes in the block, clamped to the block's scales, as a write would store them. Values
+stay included in their block's scales. Values of true sinks are small, but a token that was only the smallest of its
+block may have any value."""
 
 from __future__ import annotations
 
@@ -21,10 +22,9 @@ from qattn_kernels.reference.tiles import FOREVER, Tiles
 
 
 def compete(state: State, spec: LayerSpec, open_span: OpenSpan) -> OpenSpan:
-    """Let the pool compete with each block that a call closes, in order; the open span with what left it `chosen`.
+    """Let the pool compete, in order, with each block that a call closes. Returns the open span with `chosen` set.
 
-    Changes the table and the sinks' tensors in place; bits of `dropped` follow at the end of the call (`settle`).
-    """
+    Changes the table and the sinks' tensors in place. `settle` updates the bits of `dropped` at the end of the call."""
     pool, table = spec.sink_pool, side_of(state, "sink")
     norms, chosen = _norms(state, spec, open_span), torch.zeros_like(open_span.keep)
     first = (state["length"] == 0)[:, None] & (pool.prefill == "whole")
@@ -36,7 +36,7 @@ def compete(state: State, spec: LayerSpec, open_span: OpenSpan) -> OpenSpan:
         _forget(state, table, closes, count - pool.crop_blocks(spec.window), open_span.closed)
         for _ in range(pool.num):
             best, t = norms[:, :, j].min(-1)
-            t = (norms[:, :, j] == best[..., None]).int().argmax(-1)  # the oldest of equal ones
+            t = (norms[:, :, j] == best[..., None]).int().argmax(-1)  # ties go to the oldest
             takes = _take(table, pool.num, closes, count, best, first)
             pos, slot = open_span.pos[:, j].gather(1, t), (open_span.closed[:, None] + j) * spec.window.block + t
             _insert(table, takes, {"pos": pos, "slot": slot, "born": count, "norm": best})
@@ -53,7 +53,7 @@ def compete(state: State, spec: LayerSpec, open_span: OpenSpan) -> OpenSpan:
 
 
 def _norms(state: State, spec: LayerSpec, open_span: OpenSpan) -> torch.Tensor:
-    """fp64 `[B, H, n, block]`: the smallest compete best; infinity where there is no token to choose."""
+    """Return fp64 `[B, H, n, block]`: the smallest norm competes best; infinity for masked tokens."""
     pool = spec.sink_pool
     if pool.select == "attention":
         norm = -mass(state, spec.window, open_span)
@@ -67,7 +67,7 @@ def _norms(state: State, spec: LayerSpec, open_span: OpenSpan) -> torch.Tensor:
 
 
 def _forget(state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor) -> None:
-    """Free the places of tokens written back so long ago that no crop can bring them back."""
+    """Free the places of tokens written back so long ago that no crop can restore them."""
     written, born = table["written"], table["born"]
     gone = (written > 0) & (written <= until[..., None]) & closes[..., None]
     before = closed[:, None, None]
@@ -81,7 +81,8 @@ def _forget(state: State, table: State, closes: torch.Tensor, until: torch.Tenso
 def _take(
     table: State, num: int, closes: torch.Tensor, count: torch.Tensor, best: torch.Tensor, first: torch.Tensor
 ) -> torch.Tensor:
-    """Whether `best` `[B, H]` enters the pool; if that is full its worst, the youngest of equal ones, is evicted."""
+    """Return bool `[B, H]`: whether `best` `[B, H]` enters the pool. A full pool evicts its worst key; ties go to the
+    youngest."""
     inside = (table["born"] > 0) & (table["evicted"] == 0)
     full = inside.sum(-1) >= num
     norm = torch.where(inside, table["norm"], -torch.inf)
@@ -96,7 +97,7 @@ def _take(
 
 
 def _insert(table: State, takes: torch.Tensor, entry: dict[str, torch.Tensor]) -> None:
-    """A new entry `{name: [B, H]}` at the first free place of each row and head for which `takes` holds."""
+    """Insert an entry `{name: [B, H]}` at the first free place of each row and head where `takes` is true."""
     free = (table["born"] == 0).int().argmax(-1)
     at = torch.nn.functional.one_hot(free, table["born"].shape[-1]).bool() & takes[..., None]
     for name, value in entry.items():
@@ -104,7 +105,8 @@ def _insert(table: State, takes: torch.Tensor, entry: dict[str, torch.Tensor]) -
 
 
 def _write_back(table: State, window: int, closes: torch.Tensor, count: torch.Tensor) -> None:
-    """If more than `window` are evicted, the one that was so first, and of these the oldest, is read from its codes."""
+    """If more than `window` entries are evicted, mark the first evicted as written back; ties go to the oldest
+    token."""
     waiting = (table["evicted"] > 0) & (table["written"] == 0)
     over = closes & (waiting.sum(-1) > window)
     age = table["evicted"].long() * 2**32 + table["pos"]
@@ -114,7 +116,7 @@ def _write_back(table: State, window: int, closes: torch.Tensor, count: torch.Te
 
 
 def _fill(state: State, spec: LayerSpec, open_span: OpenSpan) -> None:
-    """Tokens of the entries that the call made, as the open span has them; free places hold zeros."""
+    """Copy the tokens of the call's new entries from the open span; free places get zeros."""
     table, first = side_of(state, "sink"), (open_span.closed * spec.window.block)[:, None, None]
     new = table["born"] > open_span.closed[:, None, None]
     index = (table["slot"] - first).clamp(0, open_span.keep.shape[2:].numel() - 1)
@@ -128,12 +130,11 @@ def _fill(state: State, spec: LayerSpec, open_span: OpenSpan) -> None:
 
 
 def sink_tiles(state: State, spec: LayerSpec, closed: torch.Tensor, since: torch.Tensor | None) -> Tiles:
-    """The sinks as tiles, whose tokens stand in the order of the table.
+    """Return the sinks as tiles, with tokens in table order.
 
-    A long call, which asks before it competes (`since` None), sees what stands in the table. In a short one, which has
-    competed, a query sees what single steps would show it: block `closed + j` counts as closed from row position
-    `since[b, j]` on.
-    """
+    A long call asks before the pool competes (`since=None`) and sees the table as it is. A short call asks afterwards,
+    and each query sees what single steps would show it. Block `closed + j` counts as closed from row position
+    `since[b, j]` on."""
     table, block = side_of(state, "sink"), spec.window.block
     start, end = torch.zeros_like(table["pos"]), torch.where(table["written"] > 0, -1, FOREVER).int()
     if since is not None:
@@ -150,7 +151,8 @@ def sink_tiles(state: State, spec: LayerSpec, closed: torch.Tensor, since: torch
 
 
 def packed_copies(tiles: Tiles, state: State, closed: torch.Tensor, since: torch.Tensor) -> Tiles:
-    """Packed tiles of a short call that has competed: since when their own codes stand for tokens of the table."""
+    """Return the packed tiles of a short call, after the pool competed. Sets since when queries read a moved token's
+    codes in its block."""
     table, shape = side_of(state, "sink"), tiles.keep.shape
     slots = shape[2] * shape[3]
     new = torch.maximum(table["born"], table["written"]) > closed[:, None, None]
@@ -162,8 +164,9 @@ def packed_copies(tiles: Tiles, state: State, closed: torch.Tensor, since: torch
 
 
 def when(times: torch.Tensor, closed: torch.Tensor, since: torch.Tensor) -> torch.Tensor:
-    """Row position from which a query sees what happened when block number `times` `[B, H, n]` (1 is the first) closed;
-    0 if that was before the call."""
+    """Return the row position from which a query sees an event at the close of block number `times` `[B, H, n]`.
+
+    The first block is 1. Returns 0 if the event was before the call."""
     j = times - 1 - closed[:, None, None]
     late = since[:, None].expand(-1, j.shape[1], -1).gather(2, j.clamp(0, since.shape[1] - 1).long())
     return torch.where(j >= 0, late, 0)

@@ -1,11 +1,15 @@
-"""The table of sinks: its tensors, how an entry lives, and what rolling a row back does to it.
+"""The sink table: its tensors, the life of an entry, and the effect of a rollback.
 
-An entry is a token that is, or lately was, kept outside its block in the open form of its format. It is `born` at the
-close that chose it, `evicted` at the one that pushed it out of the pool into the window, and `written` back at the one
-that pushed it out of the window: all three are counts of closed blocks, 0 for not yet. Nothing moves: the block holds
-the token's codes all along, by the block's own scales, clamped, and the token's bit in `dropped` says which of the two
-is read. So a token that is written back costs no write, and a crop that reopens blocks undoes exactly what they did.
-"""
+An entry is a token that is, or recently was, kept outside its block in open form. Three counts of closed blocks record
+its life; 0 means not yet:
+
+- `born`: the close that chose the token.
+- `evicted`: the close that pushed it out of the pool into the window.
+- `written`: the close that pushed it out of the window, back to its block.
+
+No data moves. The block always holds the token's codes, clamped to the block's scales, and the token's bit in `dropped`
+tells which copy is read. Writing a token back therefore costs no write, and a crop that reopens blocks undoes their
+changes exactly."""
 
 from __future__ import annotations
 
@@ -22,31 +26,31 @@ FIELDS = ("pos", "slot", *TIMES, "norm")
 
 
 def read_sinks(side: State, fmt: Format) -> Operand:
-    """The sinks of one side, `[B, Hkv, entries, D]`, as they lie in memory."""
+    """Return the sinks of one side, `[B, Hkv, entries, D]`, as views of the state."""
     return fmt.ring({name.replace("sink", "ring"): t for name, t in side.items() if name.startswith("sink")})
 
 
 def blank(sinks: Operand, where: torch.Tensor) -> None:
-    """Zeros at the places `where` `[B, Hkv, entries]`."""
+    """Set the places `where` `[B, Hkv, entries]` to zero."""
     sinks.x.masked_fill_(where[..., None], 0)
     if sinks.scale is not None:
         sinks.scale.masked_fill_(where, 0)
 
 
 def changed(table: State, closed: torch.Tensor) -> torch.Tensor:
-    """Entries `[B, Hkv, entries]` that changed place since `closed` `[B]` blocks: into the table, or back out of it."""
+    """Return bool `[B, Hkv, entries]`: entries that moved into the table or out of it after `closed` `[B]` blocks."""
     born, written = (table[name] > closed[:, None, None] for name in ("born", "written"))
     return born ^ written
 
 
 def at_slots(entries: torch.Tensor, slot: torch.Tensor, slots: int) -> torch.Tensor:
-    """bool `[B, Hkv, slots]`: where one of the `entries` (bool) stands."""
+    """Return bool `[B, Hkv, slots]`: true at the slots of the selected `entries` (bool)."""
     found = torch.zeros(*slot.shape[:2], slots + 1, dtype=torch.bool, device=slot.device)
     return found.scatter_(2, torch.where(entries, slot, slots).long(), True)[..., :slots]
 
 
 def settle(state: State, closed: torch.Tensor) -> None:
-    """End of a call that began with `closed` blocks: bits of `dropped` follow the table."""
+    """Update the bits of `dropped` from the table, at the end of a call that began with `closed` blocks."""
     table = side_of(state, "sink")
     flip(state, at_slots(changed(table, closed), table["slot"], state["dropped"].shape[2:].numel() * 8))
 
@@ -58,9 +62,9 @@ def flip(state: State, flips: torch.Tensor) -> None:
 
 
 def roll_back(state: State, spec: LayerSpec, cut: torch.Tensor) -> None:
-    """After a crop set `length` and `closed`: what reopened blocks did is dequantized, sinks that are no more go.
+    """Roll the table back after a crop set `length` and `closed`. Removes sinks that the crop took away.
 
-    `cut` `[B]`: rows that lost packed tokens beyond the horizon. There survivors stay as they are, for good.
+    `cut` bool `[B]`: rows that lost packed tokens beyond the horizon. Their surviving sinks stay in place permanently.
     """
     table = side_of(state, "sink")
     closed, length = state["closed"][:, None, None], state["length"][:, None, None]
