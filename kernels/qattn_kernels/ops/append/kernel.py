@@ -261,18 +261,15 @@ def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS,
                  K_CODEC, V_CODEC, NEW: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Append up to `NEW` tokens and pack full blocks. One program per (head, row, part of a block of the open span).
 
-    The decode that follows commits the row lengths. The sink pool competes with the one block that the call closes. It
-    records for the decode which tokens it moves (`sink_pool.kernel.moved_tokens`).
+    The decode commits the row lengths. The sink pool competes with the one block that the call closes, and records for
+    the decode which tokens it moves (`sink_pool.kernel.moved_tokens`).
 
     Args:
         SOURCE, STATE, BLOCKS, SINKS, K_CODEC, V_CODEC: fields of a `Source`, `RowState`, `BlockState`, `SinkTensors`
             and two `Codec`.
-        SPANS: int32, the call's mask: first real column of each row's new tokens, and their count.
-        PAGES: page table, see `jit.rows.block_at`.
-        QUERIES: queries of `T` tokens, see `rotate_queries`. Unused unless keys are rotated. The last program of a head
-            and row rotates them, and may have no block to write.
-        parts: programs per block: 1, or 2 to split keys from values. Key programs take longest, so they start first and
-            spread evenly over the multiprocessors.
+        SPANS: int32, the call's mask: first real column and count of each row's new tokens. PAGES: see `block_at`.
+        QUERIES: of `T` tokens, if keys are rotated. The last program of a head and row rotates them (`rotate_queries`).
+        parts: programs per block: 1, or 2 to split keys from values. Key programs take longest, so they start first.
         EARLY: the call has one token, and every program loads it at once.
     """
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -157,10 +157,8 @@ def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PA
     Args:
         QUERIES, STATE, BLOCKS, SINKS, RESULTS, scoring, CODEC: fields of a `QuerySource`, `RowState`, `BlockState`,
             `SinkTensors`, `Results`, `Scoring` and `Codec`.
-        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
-        PAGES: page table, see `jit.rows.block_at`.
-        skip_limits: tau and budget of sparse V.
-        few, many, long, least: see `blocks_per_split`.
+        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call. PAGES: page table, see `jit.rows.block_at`.
+        skip_limits: tau and budget of sparse V. few, many, long, least: see `blocks_per_split`.
     """
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
@@ -269,9 +267,7 @@ def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, s
         RESULTS: fields of a `Results`.
         SINKS: the model's learned sink logits, `[Hq]`. They add to the softmax denominator and have no token.
         TABLE, DROPPED: the sink pool's table, and the mask bits to update from it.
-        RESULT: output `[B, T, Hq, D]`.
-        LSE: output fp32 `[B, Hq, T]`.
-        CHUNK: splits loaded at once.
+        RESULT: output `[B, T, Hq, D]`. LSE: output fp32 `[B, Hq, T]`. CHUNK: splits loaded at once.
     """
     SIDE: tl.constexpr = C.V
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

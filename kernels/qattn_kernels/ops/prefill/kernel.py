@@ -266,9 +266,7 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
            cap, threshold, C: tl.constexpr):  # fmt: skip
     """Attend with `BM` queries of one head per program.
 
-    Heads of one KV head are adjacent, and long programs start first. `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`
-    and `v_mean` of the `UnpackedKV`, with placeholders for missing ones. `cap`: the soft cap in log2 units, while a
-    decode takes it in the model's units (`ops.decode.parts.Scoring`)."""
+    `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean` of the `UnpackedKV`, or placeholders. `cap`: in log2."""
     blocks = tl.cdiv(T, C.BM) + 1
     pid = tl.program_id(0)
     group = pid // C.G
