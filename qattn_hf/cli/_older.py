@@ -69,7 +69,7 @@ def _options(command: list[str], words: list[str]) -> list[str]:
     """Today's names of options, and units of sizes."""
     found = [
         _option(command, before, word, after)
-        for before, word, after in zip(["", *words[:-1]], words, [*words[1:], ""], strict=True)
+        for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False)
     ]
     if command == ["generate"] and not {"--prompt", "-p"} & {word.partition("=")[0] for word in found}:
         place = _first_argument(found)
