@@ -41,7 +41,7 @@ import torch
 from qattn_hf.bench import decode, prefill, timing
 from qattn_hf.bench.layers import Heads
 from qattn_hf import list_methods
-from qattn_hf.recipes.recipe import find_recipe
+from qattn_hf.compare import find_recipe
 job = json.loads(sys.argv[1])
 bench = {"decode": decode, "prefill": prefill}[job["bench"]]
 if job["warm"]:

@@ -57,7 +57,7 @@ LINE = f"| `{{setting}}` | {{closed:.2f}} | {{all:.2f}} | {LOSSES} | {TIMES} |"
 def figures(results: list[Result]) -> dict[str, Row]:
     """Everything recorded of every setting, by its spelling (`turbo:bits=2`), as far as it was measured.
 
-    `closed` and `all` are bits, of closed blocks and of the whole cache; `measured` those of a released checkpoint.
+    `closed` and `all` are bits, of closed blocks and of the whole cache; `measured` are bits of a released checkpoint.
     """
     known: dict[str, Row] = {}
     for result in results:

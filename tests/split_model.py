@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))  # as pytest has it: helpers register the papers'
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))  # `helpers` imports `papers` from there
 
 import torch
 from helpers import random_ids

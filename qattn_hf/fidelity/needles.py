@@ -1,6 +1,6 @@
 """Make prompts that ask for facts in a long text: needles at given depths, in filler or in a list of needles.
 
-The kinds are those of RULER (Hsieh et al. 2024):
+RULER (Hsieh et al. 2024) has the same kinds:
 
 - `single`: one needle in filler.
 - `multikey`: a text made only of needles. Some are asked for, each in a separate question.

@@ -54,10 +54,9 @@ class Screening:
         members = [Member(i, self.specs[name][i], self.constants[name][i]) for name, i in self.places]
         stacked = StackedLayers(members, device)
         self._read(model, reading, stacked)
-        left = stacked.packed_tokens()
-        self.packed = {
-            name: min(n for n, (own, _) in zip(left, self.places, strict=True) if own == name) for name in recipes
-        }
+        self.packed: dict[str, int] = {}
+        for (name, _), tokens in zip(self.places, stacked.packed_tokens(), strict=True):
+            self.packed[name] = min(tokens, self.packed.get(name, tokens))
 
     def _read(self, model: PreTrainedModel, reading: Reading, stacked: StackedLayers) -> None:
         calls: dict[int, Call] = {}

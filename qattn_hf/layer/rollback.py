@@ -49,7 +49,7 @@ def plan_layer(layer: Packed, count: int, held: tuple[int, int] | None = None) -
     if plan.drop and plan.left:
         if plan.left < padded:
             raise UnsupportedError(
-                f"cannot crop {plan.drop} columns: some are padding or stand before padding, where columns do not map "
+                f"cannot crop {plan.drop} columns: some are padding or come before padding, where columns do not map "
                 "to tokens of a row. Crop less, or start from a fresh cache"
             )
         layer.check_crop(plan.drop)

@@ -29,8 +29,8 @@ class WindowLayer(QAttnLayer):
     size.
 
     When the layer is full, it compacts in place between calls: blocks still needed move to the front. Addresses stay
-    the same, so kernels and captured steps are those of any packed layer. A call longer than the layer, such as a
-    prompt, runs over a larger copy, and only the last blocks are kept. Quantized values equal those of a layer without
+    the same, so kernels and captured steps are as in any packed layer. A call longer than the layer, such as a
+    prompt, runs over a larger copy, and only the last blocks are kept. Quantized values are as in a layer without
     a window.
     """
 

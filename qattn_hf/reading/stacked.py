@@ -55,7 +55,8 @@ class Stack:
         """Return the next output `[B, T, Hq, Dv]` of each member, by its index in the whole list.
 
         Args:
-            calls: by layer, the next call of every layer that has members."""
+            calls: by layer, the next call of every layer that has members.
+        """
         parts = [calls[layer] for layer in self.at]
         tokens = parts[0].query.shape[2]
         query, keys, values = (
@@ -63,10 +64,8 @@ class Stack:
             for of_layers in zip(*((call.query, call.keys, call.values) for call in parts), strict=True)
         )
         scores = parts[0].scores
-        if scores.sinks is not None:
-            scores = scores._replace(
-                sinks=torch.cat([s for s in (part.scores.sinks for part in parts) if s is not None])
-            )
+        if sinks := [part.scores.sinks for part in parts if part.scores.sinks is not None]:
+            scores = scores._replace(sinks=torch.cat(sinks))
         out = parts[0]._replace(query=query, keys=keys, values=values, scores=scores).packed_out(self.packed)
         return dict(zip(self.members, out.chunk(len(parts), 2 if self.dim else 0), strict=True))
 
@@ -113,6 +112,7 @@ class StackedLayers:
             by_heads = needs_constants(spec) or call.scores.sinks is not None
             alone = by_heads and (mixes(spec.k) or mixes(spec.v))
             shape = (*call.query.shape[1::2], *call.keys.shape[1::2], call.values.shape[-1])
-            key = (spec, shape, call.scores._replace(sinks=None), by_heads, i if alone else None)
+            sinks = call.scores.sinks is not None
+            key = (by_heads, sinks, spec, shape, call.scores._replace(sinks=None), i if alone else None)
             alike.setdefault(key, []).append(i)
-        return [Stack(members, self.members, key[3], self.device_type) for key, members in alike.items()]
+        return [Stack(members, self.members, key[0], self.device_type) for key, members in alike.items()]

@@ -188,7 +188,7 @@ class Recipe:
                 raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
 
     def _check_packed(self, specs: list[LayerSpec | ModelLayerSpec]) -> None:
-        """Refuse settings for layers of which none is packed."""
+        """Refuse settings for layers if none of these layers is packed."""
         for choice in self.choices:
             if not any(of_method(specs[i]) for i in choice.layers):
                 why = f"they have {specs[min(choice.layers)]}"

@@ -72,7 +72,7 @@ def decide(
 
 
 def _window(kept: ModelLayerSpec, spec: LayerSpec, unquantized: bool) -> WindowLayerSpec:
-    """The spec of a packed window in place of the model's own."""
+    """Return the spec of a packed window, for a layer that would keep the model's cache."""
     chunked = kept.kind == "chunked_attention"
     return WindowLayerSpec(**vars(spec), sliding_window=kept.window or 1, chunked=chunked, unquantized=unquantized)
 

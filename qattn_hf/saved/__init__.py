@@ -67,8 +67,8 @@ def save(cache: Saveable, path: str | Path, input_ids: torch.Tensor | None = Non
     _check_shard(model)
     if any(isinstance(layer, BudgetLayer) and layer.spec != at_stage(layer.spec, 0) for layer in cache.layers):
         raise UnsupportedError(
-            "a cache whose blocks have fewer bits for want of room (memory=) is not saved: give it more, or patch with "
-            "bits= alone for a prefix that others read"
+            "a cache that reached its memory= limit has blocks of fewer bits and is not saved. Fix: raise memory=, or "
+            "patch with bits= alone for a prefix that others read"
         )
     cache.check_whole()
     check_earlier_mask(cache, wait=True)

@@ -1,4 +1,4 @@
-"""A decode's programs for what is in open form: the tiles of the ring, and those of the sinks."""
+"""A decode's programs for what is in open form: the ring's tiles and the sinks' tiles."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _reference_only(spec: LayerSpec) -> str | None:
         ),
         "both keys and values have blocks of two widths; the kernels know one side of them": all(aged),
         "sparse V over blocks of two widths is the reference's": spec.sparsity.tau and any(aged),
-        "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's": (
+        "the kernels know smoothed keys without a sink pool and without heads ranked by row": (
             spec.k.smoothed and (pool.num or mixes(spec.k))
         ),
     }
