@@ -301,7 +301,9 @@ NOTES = {
 def in_words(figures: dict[str, Any]) -> str:
     """Describe a pool with these `figures` (of a `PagedCache`) in words."""
     held = "continuous batching: {blocks} blocks of {page_tokens} tokens and {requests} requests in {total}, "
-    return (held + "at most {most_blocks} and {most_requests} were held at once").format(total=size(figures["bytes"]), **figures)
+    return (held + "at most {most_blocks} and {most_requests} were held at once").format(
+        total=size(figures["bytes"]), **figures
+    )
 
 
 def _number(value: float | None) -> str:
