@@ -88,7 +88,7 @@ def patch(
     hooks.install(model, patched)
     notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
     if chosen.settings.packs():
-        warm.begin_for(model, specs, shard_of(model).size)
+        warm.begin_for(model, [chosen])
         _note_unused(model)
     _warn_of_nothing(specs)
     return model

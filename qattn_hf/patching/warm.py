@@ -10,8 +10,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf.layer.memory_budget import BudgetLayerSpec, all_stages
+from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, local_window
+from qattn_hf.model.tensor_parallel import shard_of
+from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
 
 log = logging.getLogger(__name__)
@@ -19,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def begin(
     config: PretrainedConfig,
-    specs: list[LayerSpec | ModelLayerSpec],
+    specs: Iterable[tuple[int, LayerSpec | ModelLayerSpec]],
     dtype: torch.dtype,
     devices: Iterable[torch.device],
     shards: int = 1,
@@ -28,8 +31,8 @@ def begin(
 
     Args:
         config: the model's config.
-        specs: one for each layer, from `Recipe.layer_specs`. Unpacked layers and layers of the reference need no
-            kernels.
+        specs: layer indices and specs, from `Recipe.layer_specs` of one recipe or of several. Unpacked layers and
+            layers of the reference need no kernels.
         dtype: dtype of keys and values.
         devices: GPUs on which layers run.
         shards: number of processes among which the heads are split.
@@ -39,7 +42,7 @@ def begin(
     """
     fused = dict.fromkeys(
         (one, head_sizes(config, i))
-        for i, spec in enumerate(specs)
+        for i, spec in specs
         if isinstance(spec, LayerSpec) and spec.impl == "triton"
         for one in (all_stages(spec) if isinstance(spec, BudgetLayerSpec) else (spec,))
     )
@@ -65,11 +68,22 @@ def begin(
     )
 
 
-def begin_for(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec], shards: int) -> list[Future]:
-    """Run `begin` for a model on GPUs. Returns [] for other models and on errors, as calls compile missing kernels."""
+def begin_for(model: PreTrainedModel, recipes: Iterable[Recipe]) -> list[Future]:
+    """Run `begin` for a model on GPUs and the recipes that it will be patched with.
+
+    Returns [] for other models and on errors, as calls compile missing kernels.
+    """
     devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
+    if not devices:
+        return []
+    kind, shard = device_of(model).type, shard_of(model)
     try:
-        return begin(model.config, specs, model.dtype, devices, shards) if devices else []
-    except Exception as error:  # the model is patched by now, and its first call reports the error again
+        specs = [
+            pair
+            for recipe in recipes
+            for pair in enumerate(recipe.for_model(model.config).layer_specs(model.config, kind, shard))
+        ]
+        return begin(model.config, specs, model.dtype, devices, shard.size)
+    except Exception as error:  # a call reports the error again
         log.warning("kernels are not compiled ahead: %s", error)
         return []
