@@ -28,7 +28,7 @@ from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.kernels import fused_step
-from qattn_kernels.step.warm import LayerShape, launches
+from qattn_kernels.step.warm import LayerShape, variants
 
 # rows and tokens of prompts, each followed by steps of one token
 SHAPES = [(1, 100), (1, 700), (1, 3000), (1, 20000), (2, 700), (3, 300), (8, 700), (16, 512), (32, 1000), (50, 700)]
@@ -83,7 +83,7 @@ def follow_launches(see: Callable[..., None]) -> Iterator[None]:
 def warm(spec: LayerSpec) -> None:
     """Compile what `patch` begins to compile."""
     shape = LayerShape(spec, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
-    for one in launches(shape):
+    for one, _ in variants([shape]):
         one.kernel.warmup(*one.arguments, grid=one.grid, **one.options)
 
 

@@ -31,7 +31,7 @@ def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kin
 
 @cache
 def _shuffle(heads: int, device: torch.device) -> torch.Tensor:
-    """Return a fixed shuffle, fp64 `[heads]`. It is copied to a GPU once, because a CUDA graph cannot record the copy."""
+    """Return a fixed shuffle, fp64 `[heads]`, copied to a GPU once: a CUDA graph cannot record the copy."""
     order = torch.randperm(heads, generator=torch.Generator().manual_seed(0), device="cpu")
     return order.to(device, torch.float64)
 
