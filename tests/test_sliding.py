@@ -175,7 +175,7 @@ def test_what_is_said_of_unquantized_windows():
         patched(tiny("mistral"), "turbo", "unquantized")
     single = {"layers": {"0": {"bits": 2}}}
     refused(lambda: patched(tiny("gemma2"), "turbo", "unquantized", **single), RecipeError, "not packed", "unquantized")
-    left = patched(tiny("gemma2"), "turbo", "model")._qattn.decode_reason
+    left = patched(tiny("gemma2"), "turbo", "model")._qattn.runner.why
     assert "1 layers keep what is the model's own" in left and "sliding='unquantized'" in left
     rows = check(tiny("gemma3_text").config, "turbo:sliding=unquantized,family=false", device_type="cpu").layers
     assert [(row["method"], row.get("window")) for row in rows] == [("none", WINDOW), ("turbo", None)]
