@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICE, random_ids, tiny_llama
-from small_types import SHARED_KEYS, tiny
+from small_types import SHARED_KEYS, in_packed_cache, tiny
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig
 
@@ -147,12 +147,13 @@ OF_KERNELS: dict[str, dict[str, Any]] = {
     [
         ("gemma3_text", "packed"),
         ("gemma4_text", "packed"),
-        ("gemma4_text", "unquantized"),
+        ("gemma4_text", "exact"),
         pytest.param("mistral", "packed", marks=pytest.mark.slow),
     ],
 )
-def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, tokens):
+def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, tokens, monkeypatch):
     """By the recipe's `sliding`; below what a window takes at most, and beyond it. Layers that share keys hold none."""
+    in_packed_cache(monkeypatch)
     config, method = tiny(family, **OF_KERNELS[family]).config, f"int8:sliding={sliding}"
     model = patch(tiny(family, **OF_KERNELS[family]), method)
     how = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
@@ -164,8 +165,9 @@ def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, 
     longer = planner.memory(planner.way(method), batch=2, context=tokens + 640)
     grown = [Layout(layer.geometry, layer.spec) for layer in layers if not isinstance(layer, WindowLayer)]
     assert (longer.cache > memory.cache) == bool(grown or tokens == 300)
+    monkeypatch.undo()
     with pytest.raises(UnsupportedError, match=r"sliding window of 20.*sliding='packed'.*qattn check"):
-        planner.way("int8:sliding=model")
+        planner.way("int8:decode=eager")
     with pytest.raises(UnsupportedError, match="full attention is planned"):
         planner.way("full")
 
@@ -360,7 +362,7 @@ def test_the_commands_errors(qattn, folder, monkeypatch):
 def test_a_model_of_which_nothing_is_planned_gets_the_reasons(qattn, tmp_path):
     """Its windows stay the model's own in every way, full precision's among them."""
     tiny("gemma3_text", **OF_KERNELS["gemma3_text"]).config.save_pretrained(tmp_path)
-    ways = "int8:sliding=model,turbo:sliding=model"
+    ways = "int8:decode=eager,turbo:decode=eager"
     asked = (str(tmp_path), "--gpu-memory", "1GiB", "--method", ways)
     code, out, err = qattn(*asked)
     assert code == 1 and not out and err.count("qattn check") == 2

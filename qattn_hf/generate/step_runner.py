@@ -71,7 +71,7 @@ def runner_of_model(
 
 def _moving(own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> str:
     windows = all(isinstance(spec, ModelLayerSpec) and spec.window is not None for spec in own)
-    hint = "; windows in the packed cache are, with sliding='unquantized' or 'packed'" if windows else ""
+    hint = "; packed windows are, with sliding='packed'" if windows else ""
     return f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured{hint}"
 
 
@@ -81,7 +81,7 @@ def step_runner(model: PreTrainedModel, call: Call) -> Runner:
     Warn if a forward hook prevents their capture."""
     patched = patch_of(model)
     usual = patched.runner
-    if usual.how == "eager":
+    if call.mode is not None and usual.how == "eager":
         return usual
     if call.mode is not None and (reason := _why_uncalled(call.mode, usual, call)):
         return Runner("eager", reason)

@@ -101,7 +101,7 @@ class WindowLayer(QAttnLayer):
             if tokens > SHORT_CALL:
                 raise UnsupportedError(
                     f"a compiled call of {tokens} tokens is not supported with a packed sliding window, whose ring "
-                    f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='model'"
+                    f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='exact' with decode='eager'"
                 )
         elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
             return self._attend_long(query, handle, span, scores, unpadded)
