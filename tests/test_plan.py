@@ -32,6 +32,7 @@ from qattn_kernels.launch.launches import recorded
 from qattn_kernels.launch.plan import _plan
 from qattn_kernels.layer.arena import Layout, empty_arena
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.step import Arena, Step
 from qattn_kernels.layout import Geometry
 from qattn_kernels.step.operator import compute
 
@@ -100,7 +101,7 @@ def test_the_attention_allocates_what_is_predicted(method, tokens, past):
         arena = unused.clone()
         q, k, v = (torch.zeros(2, heads, tokens, 64, device=device) for heads in (2, 1, 1))
         span = torch.tensor([[0, tokens]] * 2, dtype=torch.int32).to(device)
-        call = partial(compute, q, k, v, span, arena, layout, Scores(0.125), blocks)
+        call = partial(compute, Step(q, k, v, span, Arena(arena, layout, ""), Scores(0.125), blocks))
         recorded(call, collects=device.type == "meta")  # makes what a device keeps for good, such as a rotation's signs
         arena.copy_(unused)  # `past` bounds what an unused arena has closed, not what the first call closed
         with LiveMemory() as live:
@@ -182,12 +183,11 @@ def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
     layer = WindowLayer(spec)
     layer.plan(1000)
 
-    def run(q: Any, k: Any, v: Any, span: Any, arena: Any, _: str, blocks: int, *how: Any) -> Any:
-        layout = Layout(replace(layer.geometry, blocks=blocks), spec)  # inside of an operator nothing is counted
-        return recorded(partial(compute, q, k, v, span, arena, layout, Scores(*how[:-1]), how[-1]), collects=False)[0]
+    def run(step: Step) -> Any:  # inside of an operator nothing is counted
+        return recorded(partial(compute, step), collects=False)[0]
 
-    monkeypatch.setattr("qattn_hf.layer.layer.attend", run)
-    monkeypatch.setattr("qattn_hf.layer.window_layer.attend", run)
+    monkeypatch.setattr("qattn_hf.layer.layer.attend_step", run)
+    monkeypatch.setattr("qattn_hf.layer.window_layer.attend_step", run)
 
     def heads(tokens: int, device: str) -> list[torch.Tensor]:
         return [torch.zeros(1, heads, tokens, 64, device=device) for heads in (2, 1, 1)]

@@ -52,7 +52,7 @@ class Writing:
 
 
 class ArenaHolder:
-    """Memory of a `QAttnLayer`.
+    """Memory of a `QAttnLayer`; serves its calls as `layer.step.Memory`.
 
     Attributes:
         arena: uint8, all state tensors of the layer; None before the first call.
@@ -74,6 +74,7 @@ class ArenaHolder:
     borrowed = False
     moves = 0
     shared = False
+    table = None  # as `layer.step.Memory` has it: blocks are in the arena
     constants: State | None = None
     _state: State | None = None  # `state`, once requested
     _layout = ""  # layout of the tensors in the arena, as text
@@ -93,6 +94,16 @@ class ArenaHolder:
                 else:
                     self._state = views(self.arena, Layout(self.geometry, self.spec))
         return self._state
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The arena, as `layer.step.Memory` has it."""
+        return () if self.arena is None else (self.arena,)
+
+    @property
+    def plan_key(self) -> tuple[str, int]:
+        """Layout and blocks of the arena, as `layer.step.Memory` has them."""
+        return self._layout, self.blocks
 
     def _no_tensor(self) -> NoReturn:
         raise UnsupportedError(

@@ -16,11 +16,12 @@ from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.memory_budget import BudgetLayerSpec
 from qattn_hf.model.device import capturing
 from qattn_hf.model.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
-from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, views
+from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.step.operator import attend, beginning
+from qattn_kernels.layer.step import Arena, Step
+from qattn_kernels.step.operator import attend_step, beginning
 from qattn_kernels.step.states import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
 
 
@@ -160,12 +161,12 @@ class WindowLayer(QAttnLayer):
         blocks = max(self._blocks_for(self._used + tokens), behind + self.blocks)
         layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
         arena: Any = self.empty(layout, self.device) if first else changes.with_blocks(self, blocks).arena
-        where = arena, self._layout, blocks
         if self.shared:  # an extra copy, because this layer's blocks will move
             before = arena[: rewritten_bytes(layout)].clone()
             handle.written = Written(arena.clone(), blocks, past, before)
-        result = attend(query, handle.key, handle.value, span, *where, *scores, past)
-        state = views(arena, layout)
+        memory = Arena(arena, layout, self._layout)
+        result = attend_step(Step(query, handle.key, handle.value, span, memory, scores, past))
+        state = memory.state
         if first:
             used = tokens - behind * self.spec.window.block
             state["closed"].sub_(behind)

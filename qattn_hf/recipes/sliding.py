@@ -44,7 +44,8 @@ def decide(
         return [*own]
     exact = settings.sliding == "exact"
     if exact and (why := why_stock(own, settings, device_type, packed, unquantized)):
-        return [replace(kept, why=f"sliding='exact': {why}") if i in windows else kept for i, kept in enumerate(own)]
+        stock = {i: replace(kept, why=f"sliding='exact': {why}") for i, kept in windows.items()}
+        return [stock.get(i, kept) for i, kept in enumerate(own)]
     specs = {i: _window(kept, (unquantized if exact else packed)(i), exact) for i, kept in windows.items()}
     if any(spec.sink_pool.num for spec in specs.values()):
         raise UnsupportedError(
