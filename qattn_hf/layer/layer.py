@@ -230,10 +230,10 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             return self._fixed_step(handle, query, key, value, span, *where, *scores, self.blocks)
         past, prompt_by = self._blocks_for(self.reserve(tokens)), self.spec.impl
         result: tuple[torch.Tensor, torch.Tensor | None]
-        with self.writing(tokens):
+        with self.writing(tokens) as before:
             step = Step(query, key, value, span, self, scores, past)
             sdpa = unpadded and past == 0 and by_sdpa(step)
-            handle.written = self.written(past, sdpa and sees_raw(self.spec))
+            handle.written = self.written(past, before, sdpa and sees_raw(self.spec))
             if sdpa:
                 result, prompt_by = (attend_prompt(step), None), "sdpa"
             else:

@@ -9,11 +9,13 @@ import torch
 
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.layer import changes
+from qattn_hf.layer.arena_holder import Writing
 from qattn_hf.layer.budget_layer import BudgetLayer
 from qattn_hf.layer.handle import Handle, Written
 from qattn_hf.layer.latent_layer import LatentLayer
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.memory_budget import BudgetLayerSpec
+from qattn_hf.layer.snapshot import Mark, Restorable
 from qattn_hf.model.device import capturing
 from qattn_hf.model.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
 from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes
@@ -108,6 +110,10 @@ class WindowLayer(QAttnLayer):
             return self._attend_long(query, handle, span, scores, unpadded)
         return super().attend(query, handle, span, scores, unpadded)
 
+    def before_call(self, tokens: int) -> Restorable:
+        mark = super().before_call(tokens)
+        return self._all_bytes() if isinstance(mark, Mark) and mark.kept is not None else mark
+
     def check_crop(self, count: int) -> None:
         """Check that every row still holds the tokens that re-enter the window without its last `count` tokens.
 
@@ -129,19 +135,17 @@ class WindowLayer(QAttnLayer):
 
         After a failure all blocks are in their old places.
         """
-        assert self.arena is not None
         self.check_ended()
         count = left_behind(self.state, self.spec.window, self.spec.sliding_window)
-        before = self.mark(bytes_too=False)._replace(kept=self.arena.clone())
-        self.torn = True
-        try:
+        with Writing(self, self._all_bytes()):
             drop_front(self.state, self.tensor_specs(), count)
             self._used = used = self._slots_used()
-            self.torn = False
-        except BaseException:
-            before.put_back(self)
-            raise
         return used
+
+    def _all_bytes(self) -> Mark:
+        """Return the layer's state before an operation that may move its blocks."""
+        assert self.arena is not None
+        return self.mark(bytes_too=False)._replace(kept=self.arena.clone())
 
     def _behind(self, tokens: int) -> int:
         return most_left_behind(self.spec.window, self.spec.sliding_window, tokens)
