@@ -188,7 +188,7 @@ def test_a_decode_that_is_not_captured_says_why_once(fake):
 def test_a_model_that_cannot_be_captured_on_a_gpu_says_why(monkeypatch):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
     model = on_a_gpu(monkeypatch, tiny_llama(head_dim=64, rope_parameters=rope), "turbo", impl="reference")
-    assert model._qattn.decode == "eager"
+    assert model._qattn.runner.how == "eager"
     for layer in model._qattn.specs:
         assert layer.impl == "reference"
 

@@ -88,7 +88,7 @@ def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerS
         if any(low_kind(fmt, heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
             warn(
                 f"sliding windows are packed in fewer than {SAFE_BITS} bits, which lost the text on Gemma 3 270M. "
-                "Take sliding='lossless', the default, or 4 bits"
+                "Take sliding='exact', the default, or 4 bits"
             )
             return
 

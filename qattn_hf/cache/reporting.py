@@ -49,7 +49,7 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
     if patched.last.cache is not None:
         return replace(report(patched.last.cache), pages=patched.last.pages)
-    found = Report(patched.recipe, _impl(patched.packed), patched.decode, patched.decode_reason, [])
+    found = Report(patched.recipe, _impl(patched.packed), patched.runner.how, patched.runner.why, [])
     return replace(found, pages=patched.last.pages)
 
 

@@ -23,6 +23,7 @@ from qattn_kernels.launch.call import make_call
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.layer.state import side_of
+from qattn_kernels.layer.step import Step
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.ops.append.launch import finish
 from qattn_kernels.ops.crop.reference import crop
@@ -276,7 +277,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
             past = slice(0, tokens - 1)
             span = torch.tensor([[0, tokens - 1]], dtype=torch.int32, device=DEVICE)
             turned = rotated(*(x[:, :, past] for x in (q, k, v)), layer.spec.compute, layer.state, partial(map, rotate))
-            call = make_call(*turned, span, layer.state, layer.spec, Scores(1.0))
+            call = make_call(Step(*turned, span, layer, Scores(1.0)))
             write_long(call, 0)
             finish(call)
     want = step(reference_step, one, (q, k, v), tokens - 1, tokens)[0]

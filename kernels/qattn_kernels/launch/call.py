@@ -10,6 +10,7 @@ from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.step import Step
 from qattn_kernels.layout import ROW_FIELDS, BlockState, RowState, State
 from qattn_kernels.reference.rows import open_span_blocks
 
@@ -50,7 +51,7 @@ class Call(NamedTuple):
 
     Attributes:
         query, key, value: new tokens, last dimension contiguous.
-        span: int32, the call's mask, as in `step.operator.attend`.
+        span: int32, the call's mask, as in `Step`.
         state: the layer's tensors.
         spec: the layer's formats and arithmetic.
         scores: scale, cap, window and sinks of the scores.
@@ -128,18 +129,10 @@ class Call(NamedTuple):
         return tuple([self.state[name] for name in BlockState._fields])
 
 
-def make_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    state: State,
-    spec: LayerSpec,
-    scores: Scores,
-    table: torch.Tensor | None = None,
-) -> Call:
-    """Return the `Call` for arguments of `step.operator.attend`. `table` as in `step.paged.attend_pages`."""
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+def make_call(step: Step) -> Call:
+    """Return the `Call` for a step."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in step[:3])
+    state, spec, scores, table = step.memory.state, step.memory.spec, step.scores, step.memory.table
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
@@ -156,7 +149,7 @@ def make_call(
     call_mean = state["length"]
     if sizes.K.SMOOTH:
         call_mean = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, sinks, call_mean, pages, query)
+    return Call(query, key, value, step.span, state, spec, scores, sizes, k, v, rows, sinks, call_mean, pages, query)
 
 
 def _sinks(state: State, spec: LayerSpec, sizes: Sizes, batch: int, tokens: int, device: torch.device) -> SinkTensors:

@@ -47,6 +47,14 @@ def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | No
     return _reference_only(spec) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
 
 
+def reads_pages(spec: LayerSpec, heads: int) -> bool:
+    """Return whether kernels can use a page pool for this layer.
+
+    Requires Triton, blocks that close one at a time, and heads with one bit width."""
+    one_width = all(low_kind(fmt, heads) <= Low.ALL for fmt in (spec.k, spec.v))
+    return spec.impl == "triton" and spec.window.span == spec.window.block and one_width
+
+
 def _reference_only(spec: LayerSpec) -> str | None:
     """The first setting of a spec that the reference alone computes, or None."""
     pool, aged = spec.sink_pool, [aged_blocks(side) for side in (spec.k, spec.v)]

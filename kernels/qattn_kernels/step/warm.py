@@ -14,6 +14,7 @@ from qattn_kernels.launch.launches import Launch, collected, compile_launch, exp
 from qattn_kernels.layer.arena import Layout, empty_arena
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.step import Arena, Step
 from qattn_kernels.layout import Geometry
 from qattn_kernels.step.operator import compute
 
@@ -61,7 +62,8 @@ def launches(shape: LayerShape) -> list[Launch]:
         )
         span = torch.zeros(rows, 2, dtype=torch.int32, device=shape.device)
         scores = Scores(shape.dim**-0.5, float(shape.softcap), shape.window)
-        found += collected(partial(compute, q, k, v, span, arena, layout, scores, past))
+        step = Step(q, k, v, span, Arena(arena, layout, layout.encode()), scores, past)
+        found += collected(partial(compute, step))
     return found
 
 
