@@ -34,6 +34,11 @@ class Chip(NamedTuple):
     capability: tuple[int, int] = (9, 0)
 
     @property
+    def fp8(self) -> bool:
+        """Whether tensor cores multiply FP8, and instructions convert it."""
+        return self.capability >= (8, 9)
+
+    @property
     def wgmma(self) -> bool:
         """Whether tensor cores read both operands in shared memory: those of Hopper and of data-centre Blackwell."""
         return self.capability[0] in (9, 10)
