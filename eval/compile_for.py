@@ -1,15 +1,14 @@
 """Compile kernels for GPUs that need not be here, and print what they take: one JSON row a target, method and head dim.
 
-    python eval/record.py gpus -- python eval/compile_for.py --processes 16
-    python eval/compile_for.py 86/turbo:bits=2/128 90//256 --kernel attend
+    python eval/record.py gpus:all -- python eval/compile_for.py --processes 16
+    python eval/compile_for.py --target 86 --target 89 --method turbo:bits=2 --dim 128 --kernel attend
 
-An argument is TARGET/METHOD/HEAD_DIM. An empty part stands for all, and so does no argument. All targets, methods and
-head dims are some 10,000 kernels, of about four seconds of one core each.
+Without options it compiles all targets, methods and head dims: some 8,000 kernels of about four seconds of one core.
 
-A row has the number of kernels that a prompt, steps and a later prompt launch; the largest shared memory of a program,
-registers of a thread, and bytes of a thread's stack, each with its kernel; or why the target refuses the method. The
-stack holds spilled registers. Registers and stack are those of `ptxas`, by `cuobjdump`; Triton's wheel has both tools.
-A kernel that several rows launch is compiled once, and Triton's cache keeps it for the next command.
+A row counts the kernels that a prompt, steps and a later prompt launch. It has the largest shared memory of a program,
+registers of a thread, and bytes of a thread's stack, which holds spilled registers; each with its kernel. Or it says
+why the target refuses the method. `ptxas` and `cuobjdump` of Triton's wheel assemble and count. A kernel that several
+rows launch is compiled once, and Triton's cache keeps it for the next command.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, islice, product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -77,8 +77,7 @@ class Target:
 def follow_launches(see: Callable[..., None], capability: int = 90) -> Iterator[None]:
     """In this context launches compile and run nothing. `see(kernel, signature, constants, options, attributes)` gets
     each kernel that was not there; afterwards none is, so that another context sees it again."""
-    launch, compile_, device_of = JITFunction.run, JITFunction._do_compile, torch.cuda.device_of
-    seen = []
+    launch, seen = JITFunction.run, []
 
     def compile_nothing(
         self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, *rest: Any
@@ -92,12 +91,14 @@ def follow_launches(see: Callable[..., None], capability: int = 90) -> Iterator[
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     driver.set_active(Target(capability))
-    JITFunction._do_compile, JITFunction.run = compile_nothing, launch_nothing
-    torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
     try:
-        yield
+        with (
+            patch.object(JITFunction, "_do_compile", compile_nothing),
+            patch.object(JITFunction, "run", launch_nothing),
+            patch.object(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext()),
+        ):
+            yield
     finally:
-        JITFunction._do_compile, JITFunction.run, torch.cuda.device_of = compile_, launch, device_of
         for kernel in seen:
             kernel.device_caches.clear()
 
@@ -194,12 +195,12 @@ def figures(jobs: list[Job], capability: int) -> dict[str, Any]:
     return {**row, "limit": limit, **({"errors": errors} if errors else {})}
 
 
-def wanted(text: str) -> Iterator[tuple[int, str, int]]:
-    """Return the targets, methods and head dims that an argument `86/turbo/128` names."""
-    target, method, dim = text.split("/")
-    targets = [int(target)] if target else [*SHARED]
-    dims = [int(dim)] if dim else [*DIMS]
-    return product(targets, [method] if method else measured_settings("decode"), dims)
+def wanted(targets: list[int], methods: list[str], dims: list[int], once: bool) -> list[tuple[int, str, int]]:
+    """Return all combinations, or with `once` as few as meet each target, method and head dim."""
+    if not once:
+        return [*product(targets, methods, dims)]
+    most = max(len(targets), len(methods), len(dims))
+    return [*islice(zip(cycle(targets), cycle(methods), cycle(dims), strict=False), most)]
 
 
 def row(capability: int, method: str, dim: int, names: list[str], processes: int) -> dict[str, Any]:
@@ -217,15 +218,16 @@ def row(capability: int, method: str, dim: int, names: list[str], processes: int
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compile kernels for GPUs that need not be here.")
-    parser.add_argument(
-        "rows", nargs="*", metavar="TARGET/METHOD/HEAD_DIM", default=["//"], help="such as 86/turbo/128"
-    )
-    parser.add_argument("--kernel", action="append", default=[], help="compile these kernels alone; repeatable")
+    parser.add_argument("--target", type=int, action="append", choices=SHARED, help="compute capability; default: all")
+    parser.add_argument("--method", action="append", help="default: all that decode is measured with")
+    parser.add_argument("--dim", type=int, action="append", help=f"head dim; default: {', '.join(map(str, DIMS))}")
+    parser.add_argument("--once", action="store_true", help="as few rows as meet each of these")
+    parser.add_argument("--kernel", action="append", default=[], help="compile these kernels alone")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    bad = False
-    for one in dict.fromkeys(one for text in given.rows for one in wanted(text)):
+    methods, bad = given.method or [*measured_settings("decode")], False
+    for one in wanted(given.target or [*SHARED], methods, given.dim or [*DIMS], given.once):
         made = row(*one, given.kernel, given.processes)
         print(json.dumps(made), flush=True)
         bad |= "errors" in made

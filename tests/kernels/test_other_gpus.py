@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -147,34 +147,35 @@ def test_fp8_is_stored_and_read_on_a_gpu_without_it(on: Any):
     assert all(map(torch.equal, shifted, full))
 
 
-def compiled(rows: list[str], *kernels: str) -> list[dict[str, Any]]:
-    """Rows of `eval/compile_for.py`: every kernel compiled, fits, and takes no more than its formula says."""
-    command = [sys.executable, SCRIPT, *rows, *(f"--kernel={name}" for name in kernels)]
+def compiled(targets: list[int], methods: list[str], dims: list[int], *kernels: str) -> list[dict[str, Any]]:
+    """Rows of `eval/compile_for.py --once`: every kernel compiled, fits, and takes no more than its formula says."""
+    asked = {"target": targets, "method": methods, "dim": dims, "kernel": kernels}
+    options = [f"--{name}={value}" for name, values in asked.items() for value in values]
     environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}  # else Triton 3.9 warns that its default will change
     environment.pop(LIMIT, None)
+    command = [sys.executable, SCRIPT, "--once", *options]
     found = subprocess.run(command, capture_output=True, text=True, env=environment)
-    made = [json.loads(line) for line in found.stdout.splitlines()]
-    assert found.returncode == 0, [row.get("errors") for row in made] + [found.stderr]
-    return made
+    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    assert found.returncode == 0, [row.get("errors") for row in rows] + [found.stderr]
+    return rows
 
 
 def test_one_method_fits_each_gpu():
     """Those methods and head dims that Hopper's tiles would not fit, and FP8 on a GPU without it."""
-    asked = ["75/turbo/64", "80/fp8/112", "86/kivi/256", "89/turboquant/80", "90/sinkq/192", "120/nf4/128"]
-    rows = compiled(asked, "attend")
-    assert [row["kernels"] for row in rows if "kernels" in row] == [1] * (len(asked) - 1)
+    targets, methods = [75, 80, 86, 89, 90, 120], ["turbo", "fp8", "kivi", "turboquant", "sinkq", "nf4"]
+    rows = compiled(targets, methods, [64, 112, 256, 80, 192, 128], "attend")
+    assert [row["kernels"] for row in rows[1:]] == [1] * (len(targets) - 1)
     assert rows[0]["refused"].startswith("kernels need compute capability 8.0")
 
 
 @pytest.mark.slow
 def test_every_method_target_and_head_dim_compiles_once():
     """The kernels that read tiles; `eval/results/gpus.json` has the others."""
-    rows = zip(list_methods(), cycle(TARGETS), cycle(DIMS), strict=False)
-    asked = ["/".join(map(str, row)) for row in ((target, method, dim) for method, target, dim in rows)]
-    found = compiled(asked, "attend", "decode_kernel")
-    assert [row["kernels"] for row in found if "refused" not in row] == [2] * sum("refused" not in row for row in found)
-    assert {row["way"] for row in found if "refused" in row} <= {"sage2"}
-    assert max(row["stack"] for row in found if "stack" in row) <= MOST_STACK
+    rows = compiled(TARGETS, list_methods(), DIMS, "attend", "decode_kernel")
+    made = [row for row in rows if "refused" not in row]
+    assert [row["kernels"] for row in made] == [2] * len(made)
+    assert {row["way"] for row in rows if "refused" in row} <= {"sage2"}
+    assert max(row["stack"] for row in made) <= MOST_STACK
 
 
 @pytest.mark.gpu
