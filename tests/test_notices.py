@@ -150,7 +150,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, model: LlamaForCausalLM, *args: An
 @pytest.mark.parametrize(
     ("settings", "sizes", "part"),
     [
-        ({}, {"head_dim": 72}, "head dims are 72"),
+        ({}, {"head_dim": 40}, "head dims are 40"),
         ({"block_kv": 32}, {"head_dim": 64}, "blocks have 32 tokens"),
         ({"layers": {1: {"block_kv": 32}}}, {"head_dim": 64}, "layers 1, "),
     ],
