@@ -87,11 +87,20 @@ def patch(
         raise
     hooks.install(model, patched)
     notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
+    _warn_of_slow_ways(patched)
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
         _note_unused(model)
     _warn_of_nothing(specs)
     return model
+
+
+def _warn_of_slow_ways(patched: Patched) -> None:
+    """Warn on a GPU if decode steps cannot be captured, or kernels use another GPU's launch configurations."""
+    if patched.device_type == "cuda" and patched.decode == "eager" and patched.decode_reason is not None:
+        patched.notices.of_eager(patched.decode_reason)
+    if (reason := notices.borrowed_configurations(patched.specs, patched.device_type)) is not None:
+        patched.notices.of_configurations(reason)
 
 
 def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:

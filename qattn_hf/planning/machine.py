@@ -13,7 +13,7 @@ from packaging.version import Version
 from qattn_hf.messages.origin import versions
 from qattn_hf.model import _compat
 from qattn_hf.planning.cards import Card
-from qattn_kernels.chip import H200, KIB, Chip, properties
+from qattn_kernels.chip import H200, KIB, Chip, pretending, properties
 from qattn_kernels.layer.support import no_triton
 
 # First and last version that passed this project's tests; on a GPU, torch 2.11 with Triton 3.6 and 3.9.
@@ -72,11 +72,10 @@ def machine(card: Card | None = None) -> dict[str, Any]:
 
 def gpu(chip: Chip, memory: int | None) -> dict[str, Any]:
     """Describe a GPU, as `machine` returns it."""
-    from qattn_kernels.chip import pretending
     from qattn_kernels.step.kernel_facts import measured_on
 
     with pretending(chip):
-        configured = measured_on(torch.device("cuda"))
+        configured = measured_on()
     return {
         "name": chip.name,
         "capability": ".".join(map(str, chip.capability)),

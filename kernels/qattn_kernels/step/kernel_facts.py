@@ -38,17 +38,20 @@ def _prefill_sizes(one: Launch) -> Iterator[PrefillSizes]:
     return (x for x in (*one.arguments, *one.options.values()) if isinstance(x, PrefillSizes))
 
 
-def measured_on(device: torch.device) -> str:
-    """Return the name of the GPU whose launch configurations `device` uses: its own, or the default's."""
-    return tuned_for(chip_of(device).name).gpu
+def measured_on() -> str:
+    """Return the name of the GPU whose launch configurations are used: the GPU in use, or the default."""
+    return tuned_for(chip_of(_device()).name).gpu
 
 
-def borrowed(device: torch.device) -> str | None:
-    """Return why the launch configurations of `device` are those of another GPU, or None."""
-    name, other = chip_of(device).name, measured_on(device)
-    if name == other:
-        return None
-    return f"launch configurations were not measured on {name}: those of {other} are used"
+def borrowed() -> str | None:
+    """Return why the launch configurations in use are those of another GPU, or None."""
+    name, other = chip_of(_device()).name, measured_on()
+    return None if name == other else f"launch configurations were not measured on {name}: those of {other} are used"
+
+
+def _device() -> torch.device:
+    """Return the GPU in use, or the CPU, whose interpreter counts as the default GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def launcher() -> str:
