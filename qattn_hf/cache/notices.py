@@ -107,10 +107,14 @@ def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerS
             return
 
 
+def quantizes(spec: LayerSpec) -> bool:
+    """Return whether a layer quantizes keys or values."""
+    return of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
+
+
 def reads_no_code(spec: LayerSpec) -> bool:
     """Return whether a layer quantizes, but a prompt attends to its unquantized keys and values."""
-    quantizes = of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
-    return quantizes and spec.compute.prefill == "model" and sees_raw(spec)
+    return quantizes(spec) and spec.compute.prefill == "model" and sees_raw(spec)
 
 
 def written_once(layer: QAttnLayer) -> bool:

@@ -118,7 +118,8 @@ class Report:
           one call filled the cache and attended unquantized. None if nothing is quantized.
         - `continuous_batching`: the last pool of packed pages, or None: tokens of a page, blocks (a page of each
           layer), requests held at once, bytes of a block, of a request without its blocks and in total, whether
-          requests share prefixes, and the peak numbers of requests and blocks.
+          requests share prefixes, and the peak numbers of requests and blocks. `unread` is as above. `clamped_scales`
+          is counted over all pages when the manager stops, and None before.
         - `layers`: one row per layer, with these figures and the formats of keys and values. An unpacked layer has
           `method` and `kernels` `model`, its type as `kind`, its content in words as `own`, and `why` its window is not
           packed. A packed layer has its `window` in tokens, or None, and `quantized`: False for the method `none` and
@@ -318,9 +319,11 @@ NOTES = {
 def in_words(figures: dict[str, Any]) -> str:
     """Describe a pool with these `figures` (of a `PagedCache`) in words."""
     held = "continuous batching: {blocks} blocks of {page_tokens} tokens and {requests} requests in {total}, "
-    return (held + "at most {most_blocks} and {most_requests} were held at once").format(
+    text = (held + "at most {most_blocks} and {most_requests} were held at once").format(
         total=size(figures["bytes"]), **figures
     )
+    text += f"; {figures['clamped_scales']} {NOTES['clamped_scales']}" if figures["clamped_scales"] else ""
+    return text + ("; no token has read a code yet" if figures["unread"] else "")
 
 
 def _number(value: float | None) -> str:
