@@ -108,9 +108,11 @@ def show_machine(machine: dict[str, Any]) -> None:
     if machine["here"]:
         print(f"launches: by {'the CUDA driver' if machine['launcher'] == 'driver' else 'Triton'}")
         print(f"C compiler: {machine['compiler'] or 'none'}; compiled kernels: {machine['cache']}")
-    print("versions: " + ", ".join(f"{name} {version or 'missing'}" for name, version in machine["versions"].items()))
+    tested = {name: f" (tested: {first} to {last})" for name, (first, last) in machine["tested"].items()}
+    for name, version in machine["versions"].items():
+        print(f"{name} {version or 'is missing'}{tested.get(name, '')}")
     for sentence in machine["untested"]:
-        print(sentence)
+        print(f"warning: {sentence}")
 
 
 def show_kernels(kernels: list[dict[str, Any]]) -> None:

@@ -70,7 +70,8 @@ def diagnose(
         found = check(model, recipe=recipe, device_type=device_type, at_tokens=at_tokens, weight_bytes=weight_bytes)
         kernels = [] if found.refused or no_triton("cuda") else _kernels(model, recipe, device_type, dtype)
     refused = [] if found.refused is None else [f"patch refuses the model: {found.refused}"]
-    return Diagnosis(here, found, kernels, [*refused, *([] if card else problems(here))])
+    asked_here = card is None and device_type == "cuda"
+    return Diagnosis(here, found, kernels, [*refused, *(problems(here) if asked_here else [])])
 
 
 def _kernels(model: str | Path, recipe: Recipe, device_type: str, dtype: torch.dtype | None) -> list[dict[str, Any]]:

@@ -51,7 +51,8 @@ def machine(card: Card | None = None) -> dict[str, Any]:
           `configured` (the GPU whose launch configurations it uses); None without a GPU and `card`.
         - `here`: whether this machine has a GPU that torch can use. `launcher`: `driver` or `triton`, who launches
           kernels.
-        - `versions`, and `untested`: a sentence for each version outside the tested range.
+        - `versions`; `tested`, the first and last tested version by name; `untested`, a sentence for each version
+          outside that range; `cuda`, the CUDA version that torch was built for, or None.
         - `compiler`: the C compiler that Triton would call, or None. `cache`: folder of compiled kernels, and
           `cache_writable`.
     """
@@ -63,7 +64,9 @@ def machine(card: Card | None = None) -> dict[str, Any]:
         "here": torch.cuda.is_available(),
         "launcher": None if no_triton("cuda") else launcher(),
         "versions": versions(),
+        "tested": TESTED,
         "untested": untested(versions()),
+        "cuda": torch.version.cuda,
         "compiler": compiler(),
         "cache": str(cache).replace(str(Path.home()), "~", 1),
         "cache_writable": writable(cache),
