@@ -13,8 +13,8 @@ Rooms, each of which imports only those above it:
 - `ops`: append, decode, prefill, rotate, sink_pool, crop, a folder each.
 - `step`: one call of a layer as a registered operator, and `step.states`: edits of a layer's state between calls.
 
-What packages above import: names of `formats` and `formats.traits`, `FORMAT` classes of `formats.*.reference`, `layout`
-and `launch.plan`, and modules of `layer` and `step`. All others are inner rooms.
+What packages above import: names of `formats` and `formats.traits`, `FORMAT` classes of `formats.*.reference`, `chip`,
+`layout` and `launch.plan`, and modules of `layer` and `step`. All others are inner rooms.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ class Chip(NamedTuple):
 
 H200 = Chip(132, 233472)  # stands for the interpreter, too
 
-
 # KiB of shared memory that a program can have, by compute capability (CUDA C++ Programming Guide, technical
 # specifications)
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -75,9 +74,8 @@ def as_chip(chip: Chip) -> Iterator[None]:
 
 def properties(device: torch.device) -> Chip:
     """The GPU that `device` is, whatever the environment says."""
-    pretended = _pretended.get()
-    if pretended is not None:
-        return pretended
+    if (chip := _pretended.get()) is not None:
+        return chip
     if device.type != "cuda":
         return H200
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)

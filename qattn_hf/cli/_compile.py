@@ -1,4 +1,4 @@
-"""Kernels that `qattn check --compile` compiles before a model needs them."""
+"""Kernels that `qattn doctor --compile` compiles before a model needs them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compile_kernels(model: str | None, recipe: Recipe, dtype: str, device: str) 
     compiled = begin(config, specs, precision, [target])
     if not compiled:
         raise UsageError(
-            "--compile finds no kernels: the reference computes these settings. Fix: `qattn check` without --compile "
+            "--compile finds no kernels: the reference computes these settings. Fix: `qattn doctor` without --compile "
             "says why"
         )
     for one in compiled:

@@ -1,10 +1,11 @@
-"""Compile kernels in parallel before a call needs them: in threads of `patch`, or by `qattn check --compile`."""
+"""Compile kernels in parallel before a call needs them: in threads of `patch`, or by `qattn doctor --compile`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,7 +18,42 @@ from qattn_hf.model.tensor_parallel import shard_of
 from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
 
+if TYPE_CHECKING:
+    from qattn_kernels.step.warm import LayerShape
+
 log = logging.getLogger(__name__)
+
+
+def shapes(
+    config: PretrainedConfig,
+    specs: Iterable[tuple[int, LayerSpec | ModelLayerSpec]],
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: int = 1,
+) -> dict[LayerShape, list[int]]:
+    """Return the shapes of the layers that kernels compute, each with its layers.
+
+    Args:
+        config: the model's config.
+        specs: layer indices and specs, from `Recipe.layer_specs` of one recipe or of several. Unpacked layers and
+            layers of the reference need no kernels.
+        dtype: dtype of keys and values.
+        device: where the layers run.
+        shards: number of processes among which the heads are split.
+    """
+    capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
+    found: dict[LayerShape, list[int]] = {}
+    for i, spec in specs:
+        if not isinstance(spec, LayerSpec) or spec.impl != "triton":
+            continue
+        from qattn_kernels.step.warm import LayerShape  # loads Triton
+
+        sizes = head_sizes(config, i)
+        heads = sizes.query // shards, sizes.kv // shards, sizes.dim
+        for one in all_stages(spec) if isinstance(spec, BudgetLayerSpec) else (spec,):
+            shape = LayerShape(one, *heads, dtype, device, capped, local_window(one), sizes.v_dim)
+            found.setdefault(shape, []).append(i)
+    return found
 
 
 def begin(
@@ -30,42 +66,19 @@ def begin(
     """Start compiling in threads the kernels that `generate` needs. A call waits for the kernels that it launches.
 
     Args:
-        config: the model's config.
-        specs: layer indices and specs, from `Recipe.layer_specs` of one recipe or of several. Unpacked layers and
-            layers of the reference need no kernels.
-        dtype: dtype of keys and values.
+        config, specs, dtype, shards: as in `shapes`.
         devices: GPUs on which layers run.
-        shards: number of processes among which the heads are split.
 
     Returns:
         A future for each kernel function. If one failed, a call compiles the kernel itself and reports its error.
     """
-    fused = dict.fromkeys(
-        (one, head_sizes(config, i))
-        for i, spec in specs
-        if isinstance(spec, LayerSpec) and spec.impl == "triton"
-        for one in (all_stages(spec) if isinstance(spec, BudgetLayerSpec) else (spec,))
-    )
-    if not fused:
+    specs = list(specs)
+    found = [shape for device in devices for shape in shapes(config, specs, dtype, device, shards)]
+    if not found:
         return []
-    from qattn_kernels.step.warm import LayerShape, warm  # loads Triton
+    from qattn_kernels.step.warm import warm  # loads Triton
 
-    capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
-    return warm(
-        LayerShape(
-            spec,
-            heads.query // shards,
-            heads.kv // shards,
-            heads.dim,
-            dtype,
-            device,
-            capped,
-            local_window(spec),
-            heads.v_dim,
-        )
-        for spec, heads in fused
-        for device in devices
-    )
+    return warm(found)
 
 
 def begin_for(model: PreTrainedModel, recipes: Iterable[Recipe]) -> list[Future]:
