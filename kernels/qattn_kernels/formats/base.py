@@ -199,9 +199,18 @@ class Format:
         """Quantize and store one block of every row with `block.write` true."""
         raise NotImplementedError
 
+    def put(self, state: State, tokens: Operand, block: int, at: int) -> None:
+        """Store one token of every row, `[B, H, 1, D]`, as token `at` of block `block`; for formats without a ring."""
+        raise NotImplementedError
+
     def read(self, state: State, blocks: int) -> Operand:
         """Return the first `blocks` blocks `[B, Hkv, blocks, block, D]`, dequantized as far as a product needs."""
         raise NotImplementedError
+
+    def read_to(self, state: State, out: torch.Tensor) -> Operand:
+        """Return the same as `read`, with the numbers in fp32 `out` `[B, Hkv, blocks, block, D]`."""
+        read = self.read(state, out.shape[2])
+        return read._replace(x=out.copy_(read.x))
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         """Return the bits per code of each head in each row, `[B][Hkv]`; 0 while undecided."""

@@ -34,6 +34,11 @@ class Int8Format(Format):
         write_rows(state["codes"], block.index, block.write, codes)
         write_rows(state["scale"], block.index, block.write, block.tokens.scales)
 
+    def put(self, state: State, tokens: Operand, block: int, at: int) -> None:
+        stored = self.read(state, block + 1)
+        stored.x[:, :, block, at].copy_(tokens.x[:, :, 0])
+        stored.scales[:, :, block, at].copy_(tokens.scales[:, :, 0])
+
     def read(self, state: State, blocks: int) -> Operand:
         codes = state["codes"][:, :, :blocks]
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state["scale"][:, :, :blocks])
