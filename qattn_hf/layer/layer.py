@@ -238,7 +238,11 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             else:
                 assert self.arena is not None
                 call = query, key, value, span, self.arena, self._layout, self.blocks
-                result = attend(*call, *scores, past) if needs_dispatch(query) else attend_directly(*call, scores, past)
+                if needs_dispatch(query):
+                    result = attend(*call, *scores, past)
+                else:
+                    state = self.state if self.spec.impl == "reference" else None  # kernels need no views
+                    result = attend_directly(*call, scores, past, state)
         self.count(tokens)
         self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
         return result

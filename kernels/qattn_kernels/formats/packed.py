@@ -29,3 +29,15 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         low, high = packed.split([packed.shape[-2] * 2 // 3, packed.shape[-2] // 3], dim=-2)
         return unpack(low, 2) | unpack(high, 1) << 2
     return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-2)
+
+
+def unpack_to(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """Unpack bytes as `unpack` does, or 8-bit codes, into fp32 `out` `[..., block, D]`."""
+    if bits == 8:
+        out.copy_(packed)
+        return
+    tokens = packed.shape[-2]
+    for i in range(8 // bits):
+        code = packed >> (bits * i) if i else packed
+        code = code & (2**bits - 1) if i + 1 < 8 // bits else code
+        out.narrow(-2, i * tokens, tokens).copy_(code)

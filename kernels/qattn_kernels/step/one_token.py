@@ -7,12 +7,14 @@ closes a block."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 
 from qattn_kernels.formats import Arrival, Format, Operand
-from qattn_kernels.formats.base import int8_tokens
+from qattn_kernels.formats.base import Codes, int8_tokens
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec
 from qattn_kernels.layer.state import side_of
@@ -20,7 +22,9 @@ from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.table import read_sinks
 from qattn_kernels.reference.rows import bits_to_bool, open_span_blocks
 from qattn_kernels.reference.softmax import sas_exp
-from qattn_kernels.reference.tiles import last_hidden
+from qattn_kernels.reference.tiles import joined_side, last_hidden
+
+LOWEST = torch.finfo(torch.float32).min
 
 
 class Rows(NamedTuple):
@@ -55,7 +59,7 @@ def alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> 
         return None
     open_blocks = open_span_blocks(window, 1)
     closes = length + 1 - open_start - window.residual >= window.span
-    fits = closed + (1 if spec.v.windowed else open_blocks) <= state["block_len"].shape[1]
+    fits = closed + open_blocks <= state["block_len"].shape[1]
     if closes or not fits or length < longest or origin > 0:
         return None
     return Rows(length, closed, open_start, open_blocks)
@@ -79,17 +83,25 @@ def one_token(
     """
     if not math.isfinite(q.sum().item() + k.sum().item() + v.sum().item()):
         return None
-    real = torch.ones(len(q), 1, dtype=torch.bool)
-    tiles = []
-    for name, fmt, x in (("k", spec.k, k), ("v", spec.v, v)):
+    real, count = _ones(len(q))
+    int8 = spec.compute.decode == "int8"
+    sides = []
+    for name, fmt, x, coded in (("k", spec.k, k, int8), ("v", spec.v, v, int8 and spec.compute.pv == "int8")):
         side = side_of(state, name)
-        new = Arrival(x.float(), real, state["length"], real.sum(-1), spec.window.block)
+        new = Arrival(x.float(), real, state["length"], count, spec.window.block)
         _store(side, fmt, fmt.quantize_tokens(new, side), spec.window.block, rows)
-        tiles.append(_tiles(side, fmt, spec, rows))
+        sides.append(_side(side, fmt, spec, rows, coded))
     for name in ("length", "columns_seen"):
         state[name].add_(1)
     state["longest"].copy_(state["length"])
-    return _attend(q, *tiles, _hidden(state, spec, scores, rows), spec.compute, scores)
+    return _attend(q, *sides, partial(_hide, state, spec, scores, rows), spec.compute, scores)
+
+
+@lru_cache(maxsize=64)
+def _ones(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `Arrival.real` and `Arrival.count` of one token per row."""
+    with torch.inference_mode(False):  # they outlive the call
+        return torch.ones(rows, 1, dtype=torch.bool), torch.ones(rows, dtype=torch.int32)
 
 
 def _store(side: State, fmt: Format, token: Operand, block: int, rows: Rows) -> None:
@@ -99,131 +111,170 @@ def _store(side: State, fmt: Format, token: Operand, block: int, rows: Rows) -> 
         return fmt.put(side, token, rows.closed + blocks, at)
     ring = fmt.ring(side)
     at = rows.length % ring.x.shape[2]
-    ring.x[:, :, at].copy_(token.x[:, :, 0])
+    ring.x.narrow(2, at, 1).copy_(token.x)
     if ring.scale is not None:
-        ring.scale[:, :, at].copy_(token.scales[:, :, 0])
+        ring.scale.narrow(2, at, 1).copy_(token.scales)
 
 
-def _tiles(side: State, fmt: Format, spec: LayerSpec, rows: Rows) -> Operand:
-    """Return the tokens of one side, `[B, Hkv, n, block, D]`: packed blocks, sinks, open tokens."""
+class Side(NamedTuple):
+    """All tokens of one side: packed blocks, sinks, open tokens. Slots without a token hold any finite numbers.
+
+    Attributes:
+        parts: runs of tiles `[B, Hkv, n, block, D]`. There are several only if a product with them is exact in any
+            order: if all are INT8.
+        scale: fp32 `[B, Hkv, n, block]` of all tiles, as in `Operand`.
+        mean: fp32 `[B, Hkv, n, 1, D]` of all tiles, as in `Operand`.
+    """
+
+    parts: list[torch.Tensor | Codes]
+    scale: torch.Tensor | None
+    mean: torch.Tensor | None
+
+    def numbers(self) -> torch.Tensor:
+        """Return the tokens dequantized, fp32 `[B, Hkv, n, block, D]`, without the mean."""
+        (x,) = self.parts
+        return Operand(x, self.scale).dequantize()
+
+    def integers(self, levels: int) -> Side:
+        """Return the tokens with scales, quantized to INT8 up to `levels` if they have none."""
+        if self.scale is not None:
+            return self
+        coded = int8_tokens(self.numbers(), levels)
+        return Side([coded.x], coded.scale, self.mean)
+
+
+def _side(side: State, fmt: Format, spec: LayerSpec, rows: Rows, coded: bool) -> Side:
+    """Return the tokens of a side. `coded`: the product multiplies integers, if the tokens are INT8."""
     if not fmt.windowed:
         read = fmt.read(side, rows.closed + rows.open_blocks)
-        integers = spec.compute.decode == "int8" and fmt.integer  # sums are exact in any memory order
-        return read._replace(x=read.x.float() if integers else read.x.contiguous().float())
-    block, first = spec.window.block, rows.closed
-    parts = []
+        return Side([read.x if coded and read.x.dtype == torch.int8 else read.x.contiguous()], read.scale, read.mean)
+    block = spec.window.block
+    open_ = _open_tokens(side, fmt, spec, rows)
+    tiles = open_.x.unflatten(2, (-1, block))
+    scale = open_.scale if open_.scale is None else open_.scale.unflatten(2, (-1, block))
+    packed = fmt.read_codes(side, rows.closed) if coded and tiles.dtype == torch.int8 else None
+    if packed is not None:
+        assert scale is not None
+        return Side([packed, tiles], torch.cat([packed.scale, scale], 2), None)
+    whole = joined_side(fmt.read(side, rows.closed), Operand(tiles, scale))
+    return Side([whole.x], whole.scale, whole.mean)
+
+
+def _open_tokens(side: State, fmt: Format, spec: LayerSpec, rows: Rows) -> Operand:
+    """Return the sinks, filled up to whole tiles, and the ring from the first open token on, `[B, Hkv, m, D]`."""
+    ring, block = fmt.ring(side), spec.window.block
+    slots = ring.x.shape[2]
+    start = rows.open_start % slots
+    end = start + rows.open_blocks * block
+    runs = [ring.map(lambda x: x.narrow(2, start, min(end, slots) - start))]
+    if end > slots:
+        runs.append(ring.map(lambda x: x.narrow(2, 0, end - slots)))
     if spec.sink_pool.num:
         sinks = read_sinks(side, fmt)
-        parts.append(sinks.map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))))
-    parts.append(_open_tokens(fmt.ring(side), rows, block))
-    others = [part.map(lambda x: x.unflatten(2, (-1, block))) for part in parts]
-    tiles = first + sum(part.x.shape[2] for part in others)
-    x = others[0].x.new_empty((*others[0].x.shape[:2], tiles, *others[0].x.shape[3:]), dtype=torch.float32)
-    packed = fmt.read_to(side, x[:, :, :first])
-    scales, means = [packed], [packed]
-    for part in others:
-        end = first + part.x.shape[2]
-        x[:, :, first:end].copy_(part.x)
-        first = end
-    parts = [packed, *others]
-    scale = mean = None
-    if any(part.scale is not None for part in parts):
-        scale = torch.cat([part.scaled().scales for part in parts], 2)
-    if packed.mean is not None:
-        mean = torch.cat([part.centered().mean for part in parts], 2)
-    return Operand(x, scale, mean)
+        runs = [sinks] * max(1, block // sinks.x.shape[2]) + runs
+    if len(runs) == 1:
+        return runs[0]
+    scale = None if ring.scale is None else torch.cat([run.scales for run in runs], 2)
+    return Operand(torch.cat([run.x for run in runs], 2), scale)
 
 
-def _open_tokens(ring: Operand, rows: Rows, block: int) -> Operand:
-    """Return the ring's tokens from the first open one on, for all tiles of open tokens. Those past the end are any."""
-
-    def unroll(x: torch.Tensor) -> torch.Tensor:
-        slots = x.shape[2]
-        start = rows.open_start % slots
-        end = start + rows.open_blocks * block
-        return x[:, :, start:end] if end <= slots else torch.cat([x[:, :, start:], x[:, :, : end - slots]], 2)
-
-    return ring.map(unroll)
-
-
-def _hidden(state: State, spec: LayerSpec, scores: Scores, rows: Rows) -> torch.Tensor:
-    """Return 0 for each token that the new one sees and -inf for others, fp32 `[B, Hkv, n, block]`."""
+def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Tensor) -> None:
+    """Set the scores `s` `[B, Hkv, G, n, block]` of tokens that the new one does not see to -inf."""
     block, pool = spec.window.block, spec.sink_pool
-    sinks = -(-pool.entries(spec.window) // block)
-    dropped = state["dropped"][:, :, : rows.closed + rows.open_blocks]
-    tiles = rows.closed + sinks + rows.open_blocks
-    hidden = torch.zeros(*dropped.shape[:2], tiles, block)
-    before, after = hidden[:, :, : rows.closed], hidden[:, :, tiles - rows.open_blocks :]
-    after.flatten(2)[..., rows.length + 1 - rows.open_start :] = -torch.inf
-    if dropped.any():
-        bits = bits_to_bool(dropped)
-        before.masked_fill_(bits[:, :, : rows.closed], -torch.inf)
-        kept = bits[:, :, rows.closed :]
-        after[:, :, : kept.shape[2]].masked_fill_(kept, -torch.inf)
-    if pool.num:
-        table = side_of(state, "sink")
-        there = (table["born"] > 0) & (table["written"] == 0)
-        within = hidden[:, :, rows.closed : rows.closed + sinks].flatten(2)
-        within.fill_(-torch.inf)[..., : there.shape[2]].masked_fill_(there, 0.0)
+    if pool.num or state["nonfinite"].any():  # some tokens are masked
+        bits = bits_to_bool(state["dropped"].narrow(2, 0, rows.closed + rows.open_blocks))
+        if pool.num:
+            gone = state["sink.born"] <= state["sink.written"]  # free places too
+            copies = torch.ones_like(gone)  # that fill up the tile
+            sinks = torch.cat([gone, *[copies] * (block // gone.shape[2] - 1)], 2).unflatten(2, (-1, block))
+            bits = torch.cat([bits.narrow(2, 0, rows.closed), sinks, bits.narrow(2, rows.closed, rows.open_blocks)], 2)
+        s.masked_fill_(bits.unsqueeze(2), -torch.inf)
+    s = s.flatten(3)
+    past_end = rows.open_start + rows.open_blocks * block - (rows.length + 1)
+    s.narrow(3, s.shape[3] - past_end, past_end).fill_(-torch.inf)
     if scores.window:
-        gone = (
-            last_hidden(torch.tensor(rows.length), scores.window).item() + 1 - (rows.open_start - rows.closed * block)
-        )
-        hidden.flatten(2)[..., : max(0, gone)] = -torch.inf
-    return hidden
+        first = rows.open_start - rows.closed * block  # row position of the first token
+        before = last_hidden(torch.tensor(rows.length), scores.window).item() + 1
+        s.narrow(3, 0, max(0, before - first)).fill_(-torch.inf)
+
+
+def _key_products(q: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
+    """Return the products of fp32 `q` `[B, Hkv, G, D]` and keys, `[B, Hkv, G, n, block]`."""
+    if isinstance(part, torch.Tensor):
+        return (q @ part.float().flatten(2, 3).mT).unflatten(3, part.shape[2:4])
+    products = (q.unsqueeze(2) * part.unit) @ part.code.mT
+    return products.transpose(2, 3).add_((q @ part.zero.squeeze(3).mT).unsqueeze(4))
+
+
+def _value_products(p: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
+    """Return the products of weights `p` `[B, Hkv, n, G, block]` and values of each tile, `[B, Hkv, n, G, D]`."""
+    if isinstance(part, torch.Tensor):
+        return p @ part.float()
+    return (p @ part.code).mul_(part.unit).add_(p.sum(-1, keepdim=True) * part.zero)
+
+
+def _scores(q: torch.Tensor, k: Side, compute: Compute, softcap: float) -> torch.Tensor:
+    """Return the scores `[B, Hkv, G, n, block]` of fp32 queries `[B, Hkv, G, D]`, soft-capped, not masked."""
+    if compute.decode == "int8":
+        k = k.integers(compute.qk_levels)
+        coded = int8_tokens(q, compute.decode_levels)
+        codes = coded.x.float()
+        products = [_key_products(codes, part) for part in k.parts]
+        s = torch.cat(products, 3) if len(products) > 1 else products[0]
+        s.mul_(coded.scales[..., None, None]).mul_(k.scale.unsqueeze(2))
+        if k.mean is not None:
+            s.add_((q.double() @ k.mean.squeeze(3).double().mT).float().unsqueeze(4))
+    else:
+        s = _key_products(q, k.numbers())
+    return s.div_(softcap).tanh_().mul_(softcap) if softcap else s
+
+
+def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row sums `[B, Hkv, G, n]` of weights `p`, and the products `[B, Hkv, n, G, D]` of rounded weights."""
+    v = v.integers(compute.pv_levels)
+    scales = v.scale.unsqueeze(2)
+    w = p * scales
+    scale = w.amax(-1) / compute.pv_levels
+    w.div_(torch.threshold(scale, 0.0, 1.0).unsqueeze(4)).round_()
+    if compute.round_sum:
+        none = scales == 0
+        sums = torch.where(none, p, w * scale[..., None] / torch.where(none, 1.0, scales)).sum(-1)
+    else:
+        sums = p.sum(-1)
+    w, products, first = w.transpose(2, 3), [], 0
+    for part in v.parts:
+        products.append(_value_products(w.narrow(2, first, part.shape[2]), part))
+        first += part.shape[2]
+    out = torch.cat(products, 2) if len(products) > 1 else products[0]
+    return sums, out.mul_(scale.transpose(2, 3).unsqueeze(4))
 
 
 def _attend(
-    q: torch.Tensor, k: Operand, v: Operand, hidden: torch.Tensor, compute: Compute, scores: Scores
+    q: torch.Tensor, k: Side, v: Side, hide: Callable[[torch.Tensor], None], compute: Compute, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference.attention.attend` for one query per row.
+    """Compute `reference.attention.attend` for one query per row, `q` `[B, Hq, 1, D]`.
 
-    Args:
-        q: `[B, Hq, 1, D]`.
-        k, v: fp32 `[B, Hkv, n, block, D]`.
-        hidden: result of `_hidden`."""
-    heads, tiles, block = k.x.shape[1:4]
-    exact = (q.float() * scores.scale).view(len(q), heads, -1, q.shape[-1])
-    integers = compute.decode == "int8"
-    # scores `[B, Hkv, G, n, block]`, as products of `[G, D]` and `[D, n * block]`
-    if integers:
-        k = k if k.scale is not None else int8_tokens(k.x, compute.qk_levels)
-        coded = int8_tokens(exact, compute.decode_levels)
-        s = coded.x.float() @ k.x.float().flatten(2, 3).mT
-        s = s.mul_(coded.scales[..., None]).mul_(k.scales.flatten(2)[:, :, None]).unflatten(-1, (tiles, block))
-        if k.mean is not None:
-            s.add_((exact.double() @ k.mean[:, :, :, 0].double().mT).float()[..., None])
-    else:
-        s = (exact @ k.dequantize().flatten(2, 3).mT).unflatten(-1, (tiles, block))
-    if scores.softcap:
-        s = s.div_(scores.softcap).tanh_().mul_(scores.softcap)
-    s.add_(hidden[:, :, None])
+    `hide` sets scores of invisible tokens to -inf (`_hide`)."""
+    heads = k.parts[0].shape[1]
+    exact = q.float().mul(scores.scale).view(len(q), heads, -1, q.shape[3])
+    s = _scores(exact, k, compute, scores.softcap)
+    hide(s)
 
-    # weights and row sum of each tile, relative to its maximum; then the factor that rescales each tile to the maximum
-    top = s.amax(-1)
+    # weights and row sum of each tile, relative to its maximum; the factor that rescales it to the last maximum
+    top = s.amax(-1).clamp_(LOWEST)  # a tile may have no visible token
     top = top.cummax(-1).values if compute.softmax == "sas" else top
-    s.sub_(torch.where(top.isneginf(), 0.0, top)[..., None])
+    s.sub_(top.unsqueeze(4))
     p = sas_exp(s, compute.sas_threshold) if compute.softmax == "sas" else s.exp_()
-    last, sinks = top.amax(-1), None
-    if scores.sinks is not None:
-        sinks = scores.sinks.float().view(1, heads, -1)
-        last = torch.maximum(last, sinks)
-    rescale = (top - last[..., None]).exp_()
-    if integers and compute.pv == "int8":
-        v = v if v.scale is not None else int8_tokens(v.x, compute.pv_levels)
-        sums = None if compute.round_sum else p.sum(-1)
-        w = p * v.scales[:, :, None]
-        scale = w.amax(-1) / compute.pv_levels
-        w = w.div_(torch.where(scale == 0, 1.0, scale)[..., None]).round_()
-        if sums is None:
-            none = v.scales[:, :, None] == 0
-            sums = torch.where(none, p, w * scale[..., None] / torch.where(none, 1.0, v.scales[:, :, None])).sum(-1)
-        out = (w.transpose(2, 3) @ v.x.float()).mul_(scale.transpose(2, 3)[..., None])
+    last = top.amax(-1)
+    sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, -1)
+    last = last if sinks is None else torch.maximum(last, sinks)
+    rescale = (top - last.unsqueeze(3)).exp_()
+    if compute.decode == "int8" and compute.pv == "int8":
+        sums, out = _rounded_products(p, v, compute)
     else:
-        sums = p.sum(-1)
-        out = p.transpose(2, 3) @ v._replace(mean=None).dequantize()
+        sums, out = p.sum(-1), _value_products(p.transpose(2, 3), v.numbers())
     total = (sums * rescale).sum(-1)
     total = total if sinks is None else total + torch.exp(sinks - last)
-    out = out.mul_(rescale.transpose(2, 3)[..., None]).sum(2) / total[..., None]
-    lse = (last + total.log()).flatten(1, 2)
-    return out.flatten(1, 2).unsqueeze(2).to(q.dtype), lse[..., None]
+    out = out.mul_(rescale.transpose(2, 3).unsqueeze(4)).sum(2).div_(total.unsqueeze(3))
+    lse = last + total.log()
+    return out.view(*q.shape[:3], -1).to(q.dtype), lse.view(q.shape[:3])

@@ -33,7 +33,8 @@ def check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
     if span.device.type != "cpu":
         return
     block = spec.window.block
-    need = int((state["closed"] * block + state["length"] - state["open_start"] + span[:, 1]).max())
+    rows = zip(*(state[name].tolist() for name in ("closed", "length", "open_start")), span[:, 1].tolist(), strict=True)
+    need = max(closed * block + length - open_start + new for closed, length, open_start, new in rows)
     have = state["block_len"].shape[1] * block
     if need > have:
         raise CapacityError(
@@ -96,18 +97,20 @@ def attend_directly(
     blocks: int,
     scores: Scores,
     past: int,
+    state: State | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` without PyTorch's dispatcher, which costs the host some microseconds per layer.
 
-    Arguments, results and errors are those of `attend`; `scores` bundles four of them."""
+    Arguments, results and errors are those of `attend`; `scores` bundles four of them. `state`: the views of `arena`,
+    if the caller has them; the reference then does not make them."""
     if torch.is_grad_enabled():  # no gradients here, and state must never require one
         with torch.no_grad():
-            return attend_directly(query, key, value, span, arena, layout, blocks, scores, past)
+            return attend_directly(query, key, value, span, arena, layout, blocks, scores, past, state)
     where = decode_layout(layout, key.shape[0], blocks)
     layer = where.spec
     if layer.impl == "triton":
         return _fused(query, key, value, span, arena, where, layout, scores, past)
-    state = views(arena, where)
+    state = views(arena, where) if state is None else state
     check_capacity(state, layer, span)
     with torch.autocast(query.device.type, enabled=False):  # integer products sum exactly in fp32 only
         out, lse = reference_step(query, key, value, span, state, layer, scores)
