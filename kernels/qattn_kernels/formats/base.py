@@ -201,9 +201,16 @@ class Format:
         codes = state["ring"]
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state.get("ring_scale"))
 
+    @property
+    def token_levels(self) -> int | None:
+        """Largest INT8 code of open tokens, if `quantize_tokens` is `int8_tokens` and no more; else None."""
+        return None
+
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         """Quantize new tokens `[B, H, T, D]` one by one to their open form. May fix scales of the row in `state`."""
-        raise NotImplementedError
+        if self.token_levels is None:
+            raise NotImplementedError
+        return int8_tokens(new.x, self.token_levels)
 
     def requantize(self, x: torch.Tensor) -> Operand:
         """Quantize fp32 numbers `[..., block, D]`, less a mean that a wrapping format took, as `quantize_tokens`
@@ -311,13 +318,16 @@ def int8_ring(geo: Geometry, slots: int, dim: int, transposed: bool = False) -> 
     }
 
 
-def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
+def int8_tokens(x: torch.Tensor, levels: int | torch.Tensor = INT8_LEVELS) -> Operand:
     """Quantize to symmetric INT8 with one scale per token: `scale = max|x| / levels`, `code = round(x / scale)`.
+
+    `levels` may be a tensor that broadcasts to the tokens.
 
     An all-zero token gets scale 0, which never raises a block's scale. It dequantizes to zeros. No code exceeds
     `levels`, because a scale errs by half of its last bit only."""
     top = x.abs().amax(-1)
-    scale = top / torch.full_like(top, levels)  # a tensor: CUDA divides by a number via its rounded inverse
+    # a tensor: CUDA divides by a number via its rounded inverse
+    scale = top / (levels if isinstance(levels, torch.Tensor) else torch.full_like(top, levels))
     scale = torch.threshold(scale, LARGEST_DENORMAL, 0.0)  # codes of a denormal scale would overflow
     return Operand(torch.round(x / torch.threshold(scale, 0.0, 1.0)[..., None]).to(torch.int8), scale)
 

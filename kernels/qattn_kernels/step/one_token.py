@@ -81,20 +81,65 @@ def one_token(
         Output `[B, Hq, 1, Dv]` in the query's dtype and fp32 log-sum-exp `[B, Hq, 1]`; None if a number is not finite.
             Nothing is written then.
     """
-    if not math.isfinite(q.sum().item() + k.sum().item() + v.sum().item()):
+    tokens = _quantized(q, k, v, state, spec, scores.scale)
+    if tokens is None:
         return None
-    real, count = _ones(len(q))
     int8 = spec.compute.decode == "int8"
     sides = []
-    for name, fmt, x, coded in (("k", spec.k, k, int8), ("v", spec.v, v, int8 and spec.compute.pv == "int8")):
+    for name, fmt, token, coded in (
+        ("k", spec.k, tokens.k, int8),
+        ("v", spec.v, tokens.v, int8 and spec.compute.pv == "int8"),
+    ):
         side = side_of(state, name)
-        new = Arrival(x.float(), real, state["length"], count, spec.window.block)
-        _store(side, fmt, fmt.quantize_tokens(new, side), spec.window.block, rows)
+        _store(side, fmt, token, spec.window.block, rows)
         sides.append(_side(side, fmt, spec, rows, coded))
     for name in ("length", "columns_seen"):
         state[name].add_(1)
     state["longest"].copy_(state["length"])
-    return _attend(q, *sides, partial(_hide, state, spec, scores, rows), spec.compute, scores)
+    return _attend(tokens, *sides, partial(_hide, state, spec, scores, rows), spec.compute, scores, q.dtype)
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values of one token per row.
+
+    Attributes:
+        q: fp32 `[B, Hq, 1, D]`, multiplied by the softmax scale.
+        coded: `q` in INT8, for integer products; else None.
+        k, v: `[B, Hkv, 1, D]` in the form of open tokens.
+    """
+
+    q: torch.Tensor
+    coded: Operand | None
+    k: Operand
+    v: Operand
+
+
+def _quantized(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: State, spec: LayerSpec, scale: float
+) -> Tokens | None:
+    """Return the tokens of a call as products and formats take them, or None if a number is not finite."""
+    exact, int8 = q.float().mul(scale), spec.compute.decode == "int8"
+    levels = spec.compute.decode_levels, spec.k.token_levels, spec.v.token_levels
+    if int8 and None not in levels and q.shape[3] == v.shape[3]:  # all at once
+        heads = q.shape[1], k.shape[1], v.shape[1]
+        coded = int8_tokens(torch.cat([exact, k, v], 1), _levels(levels, heads))
+        if not math.isfinite(coded.scales.sum().item()):
+            return None
+        return Tokens(exact, *map(Operand, coded.x.split(heads, 1), coded.scales.split(heads, 1)))
+    if not math.isfinite(q.sum().item() + k.sum().item() + v.sum().item()):
+        return None
+    real, count = _ones(len(q))
+    arrivals = (Arrival(x.float(), real, state["length"], count, spec.window.block) for x in (k, v))
+    sides = ((spec.k, side_of(state, "k")), (spec.v, side_of(state, "v")))
+    stored = (fmt.quantize_tokens(new, side) for (fmt, side), new in zip(sides, arrivals, strict=True))
+    return Tokens(exact, int8_tokens(exact, spec.compute.decode_levels) if int8 else None, *stored)
+
+
+@lru_cache(maxsize=64)
+def _levels(levels: tuple[int, ...], heads: tuple[int, ...]) -> torch.Tensor:
+    """Return fp32 `[sum(heads), 1]`: each of `levels` for as many heads."""
+    with torch.inference_mode(False):  # it outlives the call
+        return torch.tensor(levels, dtype=torch.float32).repeat_interleave(torch.tensor(heads))[:, None]
 
 
 @lru_cache(maxsize=64)
@@ -166,9 +211,9 @@ def _open_tokens(side: State, fmt: Format, spec: LayerSpec, rows: Rows) -> Opera
     slots = ring.x.shape[2]
     start = rows.open_start % slots
     end = start + rows.open_blocks * block
-    runs = [ring.map(lambda x: x.narrow(2, start, min(end, slots) - start))]
+    runs = [_run(ring, start, min(end, slots))]
     if end > slots:
-        runs.append(ring.map(lambda x: x.narrow(2, 0, end - slots)))
+        runs.append(_run(ring, 0, end - slots))
     if spec.sink_pool.num:
         sinks = read_sinks(side, fmt)
         runs = [sinks] * max(1, block // sinks.x.shape[2]) + runs
@@ -176,6 +221,12 @@ def _open_tokens(side: State, fmt: Format, spec: LayerSpec, rows: Rows) -> Opera
         return runs[0]
     scale = None if ring.scale is None else torch.cat([run.scales for run in runs], 2)
     return Operand(torch.cat([run.x for run in runs], 2), scale)
+
+
+def _run(tokens: Operand, first: int, end: int) -> Operand:
+    """Return the tokens from `first` to `end` (exclusive)."""
+    x, scale = tokens.x.narrow(2, first, end - first), tokens.scale
+    return Operand(x, None if scale is None else scale.narrow(2, first, end - first))
 
 
 def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Tensor) -> None:
@@ -213,15 +264,16 @@ def _value_products(p: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor
     return (p @ part.code).mul_(part.unit).add_(p.sum(-1, keepdim=True) * part.zero)
 
 
-def _scores(q: torch.Tensor, k: Side, compute: Compute, softcap: float) -> torch.Tensor:
-    """Return the scores `[B, Hkv, G, n, block]` of fp32 queries `[B, Hkv, G, D]`, soft-capped, not masked."""
-    if compute.decode == "int8":
+def _scores(tokens: Tokens, k: Side, compute: Compute, softcap: float) -> torch.Tensor:
+    """Return the scores `[B, Hkv, G, n, block]` of the queries, soft-capped, not masked."""
+    shape = (len(tokens.q), k.parts[0].shape[1], -1, tokens.q.shape[3])
+    q = tokens.q.view(shape)
+    if tokens.coded is not None:
         k = k.integers(compute.qk_levels)
-        coded = int8_tokens(q, compute.decode_levels)
-        codes = coded.x.float()
+        codes = tokens.coded.x.float().view(shape)
         products = [_key_products(codes, part) for part in k.parts]
         s = torch.cat(products, 3) if len(products) > 1 else products[0]
-        s.mul_(coded.scales[..., None, None]).mul_(k.scale.unsqueeze(2))
+        s.mul_(tokens.coded.scales.reshape(*shape[:3], 1, 1)).mul_(k.scale.unsqueeze(2))
         if k.mean is not None:
             s.add_((q.double() @ k.mean.squeeze(3).double().mT).float().unsqueeze(4))
     else:
@@ -250,14 +302,19 @@ def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch
 
 
 def _attend(
-    q: torch.Tensor, k: Side, v: Side, hide: Callable[[torch.Tensor], None], compute: Compute, scores: Scores
+    tokens: Tokens,
+    k: Side,
+    v: Side,
+    hide: Callable[[torch.Tensor], None],
+    compute: Compute,
+    scores: Scores,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference.attention.attend` for one query per row, `q` `[B, Hq, 1, D]`.
+    """Compute `reference.attention.attend` for one query per row.
 
-    `hide` sets scores of invisible tokens to -inf (`_hide`)."""
-    heads = k.parts[0].shape[1]
-    exact = q.float().mul(scores.scale).view(len(q), heads, -1, q.shape[3])
-    s = _scores(exact, k, compute, scores.softcap)
+    `hide` sets scores of invisible tokens to -inf (`_hide`). The output has the given dtype."""
+    heads, shape = k.parts[0].shape[1], tokens.q.shape[:3]
+    s = _scores(tokens, k, compute, scores.softcap)
     hide(s)
 
     # weights and row sum of each tile, relative to its maximum; the factor that rescales it to the last maximum
@@ -277,4 +334,4 @@ def _attend(
     total = total if sinks is None else total + torch.exp(sinks - last)
     out = out.mul_(rescale.transpose(2, 3).unsqueeze(4)).sum(2).div_(total.unsqueeze(3))
     lse = last + total.log()
-    return out.view(*q.shape[:3], -1).to(q.dtype), lse.view(q.shape[:3])
+    return out.to(dtype).view(*shape, -1), lse.view(shape)

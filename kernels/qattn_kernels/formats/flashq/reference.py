@@ -222,6 +222,10 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim, self.transposed)
 
+    @property
+    def token_levels(self) -> int | None:
+        return INT8_LEVELS if self.buffer_scale == "token" else None
+
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         tokens = int8_tokens(new.x)
         return tokens if self.buffer_scale == "token" else self._universal(new, tokens, state)
