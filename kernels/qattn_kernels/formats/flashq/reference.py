@@ -26,7 +26,7 @@ from qattn_kernels.formats.base import (
     write_rows,
 )
 from qattn_kernels.formats.flashq.priority import head_priority
-from qattn_kernels.formats.packed import pack, unpack, unpack_to
+from qattn_kernels.formats.packed import pack, unpack, unpack_to_float
 from qattn_kernels.formats.side import Side
 from qattn_kernels.formats.traits import AgedBlocks, Low, MixedHeads, Span
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
@@ -360,7 +360,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         code = code.mT if self.transposed else code
         for bits, first, end in spans:
             packed = state[f"codes{bits}"].narrow(2, 0, end - first)
-            unpack_to(packed.mT if self.transposed else packed, bits, code.narrow(2, first, end - first))
+            unpack_to_float(packed.mT if self.transposed else packed, bits, code.narrow(2, first, end - first))
         unit, zero = (state[name].narrow(2, 0, blocks).unsqueeze(3).float() for name in ("channel_scale", "zero_point"))
         scale = self.of_tokens(self.restored(state["scale"].narrow(2, 0, blocks)))
         return Codes(code, unit, zero, scale.expand(code.shape[:-1]))
