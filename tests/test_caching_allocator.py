@@ -69,7 +69,7 @@ def test_blocks_never_overlap_and_all_that_is_freed_is_merged(steps):
         allocator.free(block)
     free = [entry for entries in allocator._free.values() for entry in entries]
     assert sum(size for size, _, _ in free) == allocator.reserved
-    assert all(block.before is None and block.behind is None for _, _, block in free)
+    assert all(block.before is None and block.after is None for _, _, block in free)
 
 
 @pytest.mark.gpu

@@ -129,7 +129,7 @@ def test_the_codes_are_those_of_the_shares():
 
 def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
     """And an earlier patch stays."""
-    with pytest.raises(RecipeError, match="make up for one another"):
+    with pytest.raises(RecipeError, match="compensation between"):
         patch(tiny("deepseek_v3"), **METHOD)
     bare = patch(model_of(), **METHOD)
     with pytest.raises(UnsupportedError, match="made without a model"):
@@ -139,6 +139,6 @@ def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
         QAttnCache.for_model(patched, **METHOD)
     before = patched(random_ids(1, 70)).logits
     monkeypatch.setattr(compensation, "second_moments", lambda *args: {})
-    with pytest.raises(UnsupportedError, match="layer 0 gets no queries"):
+    with pytest.raises(UnsupportedError, match="layer 0 receives no queries"):
         patch(patched, **METHOD)
     assert patched._qattn.recipe.method == "turbo" and torch.equal(patched(random_ids(1, 70)).logits, before)

@@ -63,7 +63,7 @@ def test_windows_are_packed_without_the_default_and_say_so():
     window, full = report(model).to_dict()["layers"][:2]
     assert "window" in window["no_sinks"] and not window["sinks"]
     assert full["no_sinks"] is None and full["sinks"] >= 3 * 2  # of each head, and what left
-    assert "sinks: none (a sliding window leaves its sinks behind)" in " ".join(str(report(model)).split())
+    assert "sinks: none (a sliding window drops its sinks)" in " ".join(str(report(model)).split())
 
 
 def test_latent_attention_goes_without_the_default_and_says_so():

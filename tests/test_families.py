@@ -134,7 +134,7 @@ def test_a_family_is_found_by_type_and_method_and_shown():
 def test_an_advice_is_shown_where_the_defaults_stand():
     model = patch(tiny("qwen2"), "turbo")
     assert report(model).to_dict()["recipe"] == find_recipe("turbo", None, {}).settings.model_dump()
-    assert "the model's family: Keys of 8 bits with their mean subtracted" in str(report(model))
+    assert "the model's family: Use 8-bit keys with their mean subtracted" in str(report(model))
     assert "the model's family" not in str(report(patch(tiny("llama"), "turbo")))
 
 

@@ -146,7 +146,7 @@ def test_copies_of_a_patched_model(how):
     [
         ("turboquant", {}, "a rotation"),
         ("sage2", {}, "smoothing"),
-        ("int_flash", {}, "products in integers"),
+        ("int_flash", {}, "integer or FP8 products"),
         ("int8", {"smooth_k": True}, "smoothing"),
         ("turbo", {"impl": "triton", "sparse_v_tau": 1e-3}, "sparse V"),
         ("sinkq", {"sink_skip_layers": 0}, "a sink pool"),

@@ -111,7 +111,7 @@ def test_an_arrangement_fits_and_has_no_more_aged_blocks_than_it_takes(memory, n
 
     last = all_stages(spec)[-1]
     if takes(last, need) > memory:
-        refused(lambda: arranged(spec, geometry, need, max(need, wish)), CapacityError, "more memory")
+        refused(lambda: arranged(spec, geometry, need, max(need, wish)), CapacityError, "Raise memory=")
         return
     found, blocks = arranged(spec, geometry, need, max(need, wish))
     assert takes(found, blocks) <= memory and blocks >= need
@@ -131,7 +131,7 @@ def test_a_layer_never_takes_more_than_its_memory_and_ends_in_the_fewest_bits():
     layer, plenty = BudgetLayer(spec), BudgetLayer(spec_of())
     q, k, v = random_qkv(2, 4096)
     seen, tokens = [], 0
-    with pytest.raises(CapacityError, match="more memory"):
+    with pytest.raises(CapacityError, match="Raise memory="):
         while tokens < 4096:
             one = [x[:, :, tokens : tokens + 32] for x in (q, k, v)]
             out = feed(layer, *one, [32])
@@ -197,7 +197,7 @@ def test_copies_pickles_and_more_rows():
     layer.batch_repeat_interleave(2)
     assert layer.batch == 2 and bytes_of(layer) <= 120_000
     assert torch.equal(*layer.state["length"])
-    refused(lambda: layer.batch_repeat_interleave(64), CapacityError, "more memory")
+    refused(lambda: layer.batch_repeat_interleave(64), CapacityError, "Raise memory=")
     assert layer.batch == 2
 
 
@@ -280,7 +280,7 @@ def test_bits_are_counted_from_the_blocks_that_are_there():
 
 def test_too_little_memory_is_said_before_anything_is_written():
     model = patch(tiny_llama(), "turbo", memory=60_000)
-    refused(lambda: model.generate(IDS, **GREEDY), CapacityError, "more memory", "fewer bits")
+    refused(lambda: model.generate(IDS, **GREEDY), CapacityError, "Raise memory=", "lower bits=")
     assert model.generate(IDS[:1, :20], do_sample=False, max_new_tokens=4).shape == (1, 24)
 
 
@@ -322,12 +322,12 @@ def test_compiled_steps_that_make_no_room_are_refused():
     ("wrong", "words"),
     [
         ({"memory": "a lot"}, ("size", "24GiB")),
-        ({"memory": 0}, ("no size", "12GiB")),
+        ({"memory": 0}, ("too few", "12GiB")),
         ({"memory": "1GiB", "bits": "mixed"}, ("mixed", "bits=4")),
         ({"memory": "1GiB", "sliding": "packed"}, ("windows", "leave them out")),
         ({"memory": "1GiB", "sparse_v_tau": 0.001}, ("sparse_v_tau", "leave them out")),
-        ({"memory": "1GiB", "layers": {"0": {"method": "int8"}}}, ("all turbo's", "leave memory out")),
-        ({"memory": "1GiB", "layers": {"0": {"memory": "2GiB"}}}, ("memory is of all layers alike",)),
+        ({"memory": "1GiB", "layers": {"0": {"method": "int8"}}}, ("turbo in every", "leave memory out")),
+        ({"memory": "1GiB", "layers": {"0": {"memory": "2GiB"}}}, ("memory applies to all layers",)),
     ],
     ids=str,
 )
@@ -355,4 +355,4 @@ def test_check_says_how_many_tokens_a_memory_holds():
     layer.reserve(found.held[1])
     layer.update(keys, keys)
     assert layer.capacity == found.held[1]
-    refused(lambda: layer.reserve(found.held[1] + 1), CapacityError, "more memory")
+    refused(lambda: layer.reserve(found.held[1] + 1), CapacityError, "Raise memory=")

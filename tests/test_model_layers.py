@@ -45,8 +45,8 @@ def test_report_counts_every_layer(family):
     assert data["packed_tokens"] == (2 * 34 if any(PACKED[family]) else 0)
     if not all(PACKED[family]):
         text = str(report(model))
-        assert "the model's own:" in text and "layers are not packed" in text
-    assert data["decode"] == "eager" and "keep what is the model's own" in data["decode_reason"]
+        assert "not packed:" in text and "layers are not packed" in text
+    assert data["decode"] == "eager" and "cannot be captured" in data["decode_reason"]
 
 
 @pytest.mark.parametrize("family", WINDOWED)
@@ -128,7 +128,7 @@ def test_steps_that_cannot_be_captured_are_refused(decode):
         lambda: patched(tiny("gemma2"), decode=decode),
         UnsupportedError,
         decode,
-        "1 layers keep what is the model's own",
+        "1 unpacked layers",
     )
 
 

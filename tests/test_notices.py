@@ -21,7 +21,7 @@ from qattn_kernels.layer.support import unsupported
 
 LONG = random_ids(1, 70)
 FEW: dict[str, Any] = dict(do_sample=False, max_new_tokens=3)
-UNREAD = "no token read a code"
+UNREAD = "equals full precision and shows no loss"
 # methods whose prompts attend in the model's precision; `test_the_warning_is_true` asks whether that holds
 EXACT_PROMPTS = ["kivi", "nf4", "sinkq", "turboquant"]
 
@@ -31,7 +31,7 @@ def said(call: Any) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    texts = ("read a code", "reference computes", "decodes eagerly")
+    texts = (UNREAD, "reference computes", "decodes eagerly")
     return [w for w in caught if any(text in str(w.message) for text in texts)]
 
 

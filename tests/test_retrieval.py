@@ -194,7 +194,7 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(asked)
     out = capsys.readouterr().out
-    assert not ended.value.code and "multikey, 200" in out and "full precision found and the cache lost" in out
+    assert not ended.value.code and "multikey, 200" in out and "values that only full precision found" in out
 
 
 @pytest.mark.parametrize(

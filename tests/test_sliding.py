@@ -73,8 +73,7 @@ def test_what_a_report_says():
     assert window["packed_tokens"] < full["packed_tokens"] == data["packed"]["packed_tokens"]
     assert window["bytes_full_precision"] == 2 * WINDOW * 2 * 2 * 16 * 4  # rows, tokens, sides, heads, channels, fp32
     assert "sliding window of 20" in text["packed"] and "not packed" not in text["packed"]
-    assert "not packed: sliding='model'" in text["model"]
-    assert "not packed: packed they take" in text["auto"]
+    assert "(sliding='model')" in text["model"] and "(packed they take" in text["auto"]
 
 
 def gemma3(**changes: Any) -> Gemma3TextConfig:
@@ -104,7 +103,7 @@ def test_auto_goes_by_bytes(window, packs):
         ("turbo", {}, None),
         ("sinkq", {}, None),  # whose pool is beside windows, not in them
         ("turbo:decode=eager", {}, "steps are eager with decode='eager'"),
-        ("turbo:memory=1GiB", {}, "memory holds for packed layers alone"),
+        ("turbo:memory=1GiB", {}, "memory does not support packed windows"),
         ("turbo:impl=reference", {}, "kernels do not compute all layers"),
         ("turbo", {"head_dim": 24}, "kernels do not compute all layers"),
         ("turbo:block_kv=32,buffer_size=64", {}, "kernels do not compute all layers"),  # those without a window
@@ -126,7 +125,7 @@ def test_windows_lose_nothing_by_default(settings, changes, why):
 def test_windows_beside_other_states_are_the_models_own():
     specs = find_recipe("turbo", None, {}).layer_specs(tiny("lfm3").config, "cuda")
     (window,) = (spec for spec in specs if getattr(spec, "window", None) == WINDOW)
-    assert window.why == "sliding='lossless': steps are eager beside convolution"
+    assert window.why == "sliding='lossless': steps are eager with convolution"
 
 
 def test_check_predicts_the_bytes_of_a_cache():
@@ -176,7 +175,7 @@ def test_what_is_said_of_unquantized_windows():
     single = {"layers": {"0": {"bits": 2}}}
     refused(lambda: patched(tiny("gemma2"), "turbo", "unquantized", **single), RecipeError, "not packed", "unquantized")
     left = patched(tiny("gemma2"), "turbo", "model")._qattn.decode_reason
-    assert "1 layers keep what is the model's own" in left and "sliding='unquantized'" in left
+    assert "1 unpacked layers" in left and "sliding='unquantized'" in left
     rows = check(tiny("gemma3_text").config, "turbo:sliding=unquantized,family=false", device_type="cpu").layers
     assert [(row["method"], row.get("window")) for row in rows] == [("none", WINDOW), ("turbo", None)]
     assert rows[0]["bytes"] > rows[0]["values"] * 4  # the room for calls and crops

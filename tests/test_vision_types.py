@@ -102,7 +102,7 @@ def test_images_whose_tokens_see_each_other_are_refused_and_never_read_as_causal
     want = model.generate(**inputs, **STEPS)
     patch(model, "none", impl="reference", family=False)
     for call in (model, lambda **kwargs: model.generate(**kwargs, **STEPS)):
-        with pytest.raises(UnsupportedError, match=r"images whose tokens see each other.*unpatch\(model\)"):
+        with pytest.raises(UnsupportedError, match=r"images whose tokens attend to each other.*unpatch\(model\)"):
             call(**inputs)
     assert torch.equal(unpatch(model).generate(**inputs, **STEPS), want)
 

@@ -77,7 +77,7 @@ class Window:
 
     Attributes:
         block: tokens of a packed block.
-        span: tokens that stay unquantized until their blocks are packed together; a multiple of `block`.
+        span: tokens that stay open until their blocks are packed together; a multiple of `block`.
         residual: newest tokens that are never packed (KIVI's `R`).
         horizon: tokens that `crop` can undo bit for bit; the ring keeps this number of tokens after they are packed.
     """
@@ -95,11 +95,11 @@ class Window:
 
 @dataclass(frozen=True)
 class SinkPool:
-    """Attention sinks that are kept unquantized instead of packed (SinkQ): the tokens with the smallest keys.
+    """Attention sinks that stay in the ring's form instead of being packed (SinkQ): the tokens with the smallest keys.
 
     Attributes:
         num: sinks in the pool per row and head; 0 means no pool.
-        window: evicted sinks that stay unquantized as well; older ones are read from their codes.
+        window: evicted sinks that stay in the ring's form as well; older ones are read from their codes.
         select: which tokens become sinks: `smallest_key` or, for comparison, `largest_key`, `attention` (the tokens
             with most attention) or `random`.
         exclude: whether the statistics of a block leave out its sinks.

@@ -77,8 +77,8 @@ def check_prompt_mask(attention_mask: torch.Tensor, generation_config: Generatio
         if pad is None or (eos is not None and bool(torch.isin(eos, pad).any())):
             raise
         raise UnsupportedError(
-            f"{error}. If you gave none, transformers made it and took every token {int(pad)} (pad_token_id) for "
-            "padding: pass attention_mask=torch.ones_like(input_ids) where that token is text"
+            f"{error}. If you passed no mask, transformers made one that treats every token {int(pad)} (pad_token_id) "
+            "as padding: pass attention_mask=torch.ones_like(input_ids) if that token is text"
         ) from None
 
 

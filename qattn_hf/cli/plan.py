@@ -178,7 +178,7 @@ def show(about: dict[str, Any], rows: list[dict[str, Any]], wide: bool = False) 
     chunk = about["prefill_chunk_size"]
     calls = "as generate cuts them" if chunk is None else f"in calls of {chunk} tokens"
     print(f"prompts of packed caches {calls}; a smaller prefill_chunk_size takes less for activations")
-    print("upper bounds: memory is given out as by PyTorch's caching allocator with its default settings")
+    print("upper bounds: they assume PyTorch's caching allocator with its default settings")
     for row in rows:
         if "not_planned" in row:
             print(f"{row['method']}: {row['not_planned']}")

@@ -295,8 +295,8 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
     if not way.captures:
         if cache is not None and cache.bounded:
             raise UnsupportedError(
-                "compiled steps alone make no room, and a cache with memory= needs some in time: leave compile_config "
-                "out, and take decode='graph' or 'eager'"
+                "a cache with memory= repacks blocks between steps, which compiled steps cannot: leave compile_config "
+                "out, and set decode='graph' or 'eager'"
             )
         return type(model).get_compiled_call(model, compile_config)
     compiled = None
@@ -334,7 +334,7 @@ def _way_of(model: PreTrainedModel, compile_config: CompileConfig | None) -> Way
         hook = python_hook(model)
     if hook is None:
         return Way(how, why, why is None)
-    why = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
+    why = f"a replay would skip the forward hook {hook}; decode='graph' captures what it does"
     patched.notices.of_eager(why)
     return Way("eager" if how == "graph" else how, why, False)
 

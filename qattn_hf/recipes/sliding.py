@@ -92,22 +92,22 @@ def _why_model(
     chosen = [packed if kept is None else unquantized if kept.window is not None else None for kept in own]
     specs = [spec_of(i) for i, spec_of in enumerate(chosen) if spec_of is not None]
     if other := next((kept for kept in own_states([*own, *specs]) if getattr(kept, "window", None) is None), None):
-        return f"steps are eager beside {other}"
+        return f"steps are eager with {other}"
     if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
-        return "memory holds for packed layers alone"
+        return "memory does not support packed windows"
     return None if all(spec.impl == "triton" for spec in specs) else "kernels do not compute all layers"
 
 
 def _why_not(specs: dict[int, WindowLayerSpec], config: PretrainedConfig, by_bytes: bool) -> str | None:
     """Return why the windows should not be packed by these specs, or None. `by_bytes` requires a saving as well."""
     if any(spec.sink_pool.num for spec in specs.values()):
-        return "the method keeps attention sinks, which a window leaves behind"
+        return "the method keeps attention sinks, which a window drops"
     if not by_bytes:
         return None
     taken, stock = (sum(parts) for parts in zip(*(_bytes(i, spec, config) for i, spec in specs.items()), strict=True))
     if taken <= PAYS * stock:
         return None
-    return f"packed they take {size(taken)} a row, in the model's precision {size(stock)}"
+    return f"packed they take {size(taken)} per row, unquantized {size(stock)}"
 
 
 def _bytes(index: int, spec: WindowLayerSpec, config: PretrainedConfig) -> tuple[int, int]:

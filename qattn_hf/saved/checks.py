@@ -67,7 +67,7 @@ def checked_specs(
                 )
             if row.get("places") != places_digest(Layout(geometry_of(row), specs[i])):
                 raise QAttnError(
-                    f"{path} was written by qattn-hf {header['qattn']}, which lays tensors out otherwise than this "
+                    f"{path} was written by qattn-hf {header['qattn']}, whose tensors have another layout than in "
                     f"{__version__}. Save the cache anew"
                 )
     return specs

@@ -87,7 +87,7 @@ WINDOWED = ["gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "
 ROWS = [*map(Row, PACKED), *(Row(name, "packed") for name in (*WINDOWED, "llama4_text")), Row(VISION)]
 ROWS += [Row("gemma3_text", "unquantized")]
 
-OWN = "layers keep what is the model's own"
+OWN = "unpacked layers"
 OF_WINDOW: dict[str, tuple[str, ...]] = {
     "crop": ("cannot crop 5 columns", f"sliding window of {WINDOW}", "Start from a fresh cache"),
     "compile": (OWN, f"sliding window of {WINDOW}"),
@@ -97,7 +97,7 @@ OF_CHUNK: dict[str, tuple[str, ...]] = {
     "compile": (OWN, f"attention in chunks of {WINDOW}"),
 }
 OF_STATE: dict[str, tuple[str, ...]] = {
-    "crop": ("cannot crop 5 columns", "linear attention or", "state of that time is gone", "Start from a fresh cache"),
+    "crop": ("cannot crop 5 columns", "linear attention or", "earlier state is gone", "Start from a fresh cache"),
     "lookup": ("assisted generation is not supported with stateful models",),
     "compile": (OWN, "linear attention or SSM"),
 }

@@ -44,7 +44,7 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     - `sink.born`: closed blocks when the token entered the pool.
     - `sink.evicted`: closed blocks when it moved to the window of evicted sinks.
     - `sink.written`: closed blocks when it left the window, to be read from its block.
-    - `sink.norm`: magnitude of the key, by which sinks compete; fp64, so that summation order does not matter.
+    - `sink.norm`: magnitude of the key, which decides between sinks; fp64, so that summation order does not matter.
     """
     shape = (geo.batch, geo.heads, spec.sink_pool.entries(spec.window))
     tensors = {f"sink.{name}": TensorSpec(shape, torch.int32) for name in ("pos", "slot", "born", "evicted", "written")}

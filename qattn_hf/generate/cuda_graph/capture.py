@@ -58,8 +58,8 @@ def resolve_decode(
 
 def _moving(own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> str:
     windows = all(isinstance(spec, ModelLayerSpec) and spec.window is not None for spec in own)
-    hint = "; windows in the packed cache are, with sliding='unquantized' or 'packed'" if windows else ""
-    return f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured{hint}"
+    hint = "; sliding='unquantized' or 'packed' keeps windows in the packed cache, which can be" if windows else ""
+    return f"{len(own)} unpacked layers ({own[0]}) cannot be captured{hint}"
 
 
 def refusal(reason: str, setting: str = "graph") -> str:
