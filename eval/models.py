@@ -1,8 +1,8 @@
-"""Which causal types of transformers can be patched: `python eval/models.py [TYPE ...]` prints one JSON row a type.
+"""Which causal model types of transformers can be patched: `python eval/models.py [TYPE ...]` prints one JSON row each.
 
-Each type is built from its own config, made small, with random weights. Where `patch` takes it, greedy tokens of a
-padded batch with `none` in the reference must be the stock model's, past the window and past a block; `int8` must
-generate too. Where windows stay the model's own, `none` must give these tokens with packed windows as well.
+Each type is built from its config, made small, with random weights. If `patch` accepts it, greedy tokens of a padded
+batch with `none` in the reference must equal the stock model's, past the window and past a block. `int8` must generate
+as well. If windows stay unpacked, `none` must give the same tokens with packed windows.
 """
 
 from __future__ import annotations

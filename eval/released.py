@@ -4,11 +4,12 @@
     python eval/released.py FOLDER --text WIKITEXT --book BOOK --methods "turbo;low2;tuned.yaml"
     python eval/record.py released-smollm2 -- python eval/released.py smollm2 ...
 
-Rows of the text are prompts. The tokens after each prompt are fed one by one, and the logits of each step are compared
-with those of the unpatched model. `none` shows what bf16 rounding alone does. A pass key is five digits in the midst
-of a book, which the model must repeat at the end. Layers with a sliding window keep the model's precision.
-Prints one JSON row a setting: KL with its standard error over rows, top-1 agreement, total variation, perplexity, bits,
-and how many of 32 pass keys were found.
+Rows of the text are prompts. The tokens after each prompt are fed one by one, and each step's logits are compared with
+those of the unpatched model. `none` shows the effect of bf16 rounding alone. A pass key is five digits in the middle of
+a book, which the model must repeat at the end. Layers with a sliding window stay unquantized.
+
+Prints one JSON row per setting: KL with its standard error over rows, top-1 agreement, total variation, perplexity,
+bits, and how many of 32 pass keys were found.
 """
 
 from __future__ import annotations

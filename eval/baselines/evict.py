@@ -1,8 +1,8 @@
-"""Baselines of SinkQ's Tables 7 and 8: tokens of a prompt dropped (StreamingLLM, H2O, SnapKV), or rounded to 4 or 2
-bits by how much attention they get (ZipCache).
+"""Baselines of SinkQ's Tables 7 and 8, as references of their effect on attention.
 
-References of what they do to attention. The first call is the prompt, read as it is; what is dropped or rounded is
-chosen then, from the attention of its last queries, as SinkQ's appendix compares them. Later tokens stay whole.
+StreamingLLM, H2O and SnapKV drop tokens of a prompt. ZipCache rounds them to 4 or 2 bits by the attention they get. The
+first call is the prompt and is read unchanged. The attention of its last queries then chooses the tokens to drop or
+round, as in SinkQ's appendix. Later tokens stay unchanged.
 """
 
 from __future__ import annotations

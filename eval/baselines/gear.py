@@ -1,7 +1,7 @@
-"""GEAR-L, the baseline of TurboAttention's Tables 2 and 6: quantized keys and values, and their error in low rank.
+"""GEAR-L, the baseline of TurboAttention's Tables 2 and 6: quantized keys and values with a low-rank error correction.
 
-Reference of what it does to attention, which packs nothing: at every call all tokens that GEAR would have packed are
-rounded anew and their error is taken anew, where GEAR takes it once for a prompt and once a buffer. That favours GEAR.
+This reference shows the effect on attention and packs nothing. At every call it rounds all tokens that GEAR would have
+packed and computes their error again. GEAR does this once per prompt and per buffer, so the reference favours GEAR.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the papers' tables share: a text read by named methods, made layers with attention sinks, tasks, the print.
+"""Code that the papers' tables share: texts read with named methods, made layers with attention sinks, tasks, printing.
 
-A table is a module of this folder with `ABOUT`, `measure(run)`, which yields rows made by `row`, and `broken(rows)`,
-which says which of the claims that must hold do not. `CLAIMS`, where it has any, are claims of the paper that our rows
-may contradict: that is said and fails nothing. `eval/paper.py` runs it.
+A table is a module of this folder with three names: `ABOUT`; `measure(run)`, which yields rows made by `row`; and
+`broken(rows)`, which returns the required claims that do not hold. An optional `CLAIMS` lists claims of the paper that
+our rows may contradict, which is printed and is no failure. `eval/paper.py` runs a table.
 
-Claims about a text are mostly checked on `attention_l1`, the error of each layer's attention alone: KL of a short text
-hangs on few tokens.
+Claims about a text are mostly checked on `attention_l1`, the error of each layer's attention alone, because the KL of a
+short text depends on few tokens.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""SageAttention2, Tables 2, 3, 5, 6, 8 and 9 in kind: accuracy of attention at INT4, beside the paper's CogvideoX.
+"""SageAttention2, Tables 2, 3, 5, 6, 8 and 9 in kind: accuracy of INT4 attention, without the paper's CogvideoX.
 
     python eval/papers/sage2.py                                # made Q, K, V, and those of the demo model
     python eval/papers/sage2.py --model MODEL --text FILE.txt  # of other models (--model A --model B)
 
-`granularity` (Tables 2, 3): scales of Q and K a token, a thread, a block or a tensor, smoothed, products with V in
-model precision. `pv` (5, 6): number formats of weights and V, whose scales are by channel (the method's own `pv: int8`
-has them by token). `smooth` (8, 9): what is done to Q and K, products with V in E4M3. Of attention outputs, the cosine
-similarity in per cent, relative L1 and RMSE; average and worst layer. Made layers have channel biases in Q, K and V
-like the paper's Fig. 4, more of them in later layers.
+- `granularity` (Tables 2, 3): scales of Q and K per token, thread, block or tensor, smoothed. Products with V are
+  unquantized.
+- `pv` (5, 6): number formats of weights and V. V has scales by channel; the method's `pv: int8` has scales by token.
+- `smooth` (8, 9): smoothing of Q and K, with products with V in E4M3.
+
+Rows have the cosine similarity of attention outputs in per cent, relative L1 and RMSE, for the average and the worst
+layer. Made layers have channel biases in Q, K and V like the paper's Fig. 4, with more biases in later layers.
 
 Fails if on some input an order of the paper does not hold in relative L1, on average and in the worst layer: token
-below thread below block below tensor; smoothing K, or Q, below none; both below either. Its other orders, `CLAIMS`, are
-said where they do not hold.
+below thread below block below tensor; smoothing K, or Q, below none; both below either. Other orders are `CLAIMS`, and
+the command prints those that do not hold.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""SageAttention2, Tables 4 and 13, Fig. 7: sums of 13 mantissa bits, the FP32 buffer, smoothing V; no model is read.
+"""SageAttention2, Tables 4 and 13, Fig. 7: sums with 13 mantissa bits, the FP32 buffer, smoothing V; no model is read.
 
-FP8 products of Ada are added up in FP22 (1 sign, 8 exponent and 13 mantissa bits), made here by rounding an FP32 sum
-after every 32 tokens. The buffer adds up each block of 64 apart, in FP32. Made values have channels between 8 and 9.
+Ada adds up FP8 products in FP22 (1 sign, 8 exponent and 13 mantissa bits). Here an FP32 sum is rounded after every 32
+tokens. The buffer sums each block of 64 separately, in FP32. Made values have channels between 8 and 9.
 
-Fails if FP22 changes a number of 13 mantissa bits, or leaves all of 23 as they are; if the error of sums is not less
-with the buffer; or if attention's error is not less with smoothed values.
+Fails if FP22 changes a number with 13 mantissa bits or keeps all 23; if the buffer does not lower the error of sums; or
+if smoothed values do not lower attention's error.
 """
 
 from __future__ import annotations

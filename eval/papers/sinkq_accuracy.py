@@ -1,7 +1,7 @@
 """SinkQ, Tables 1, 2 and 6: full precision, KIVI and SinkQ at 2 bits on reasoning, code and long texts.
 
-`KIVI, R 32` is ours: KIVI with SinkQ's own residual, so that the sinks alone make the difference. Fails if SinkQ's
-attention is not nearer to full precision than KIVI's of that residual, on made layers and on a model that has sinks.
+`KIVI, R 32` is our addition: KIVI with SinkQ's residual, so that only the sinks differ. Fails if SinkQ's attention is
+not nearer to full precision than KIVI's with that residual, on made layers and on a model that has sinks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SinkQ, Tables 7 and 8: token eviction at SinkQ's size, and ZipCache.
 
-Two thirds of each row are the prompt, of which 16 % of the tokens stay, as in the paper, or 20 % have 4 bits and the
-others 2; what follows is scored. Fails if KL is not less with SinkQ than with each of the evictions.
+The first two thirds of each row are the prompt, and the rest is scored. Of the prompt, 16 % of the tokens stay, as in
+the paper, or 20 % get 4 bits and the others 2. Fails if KL is not less with SinkQ than with each of the evictions.
 """
 
 from __future__ import annotations

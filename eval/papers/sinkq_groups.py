@@ -1,8 +1,8 @@
 """SinkQ, Table 3: group sizes and residual lengths.
 
-The text is read in calls of 35 tokens, whatever `--chunk` and `--steps` say: their ends fall on all places of a group,
-so that each residual leaves other tokens packed. In calls that end where groups do, all residuals of a group's size are
-one.
+The text is read in calls of 35 tokens, whatever `--chunk` and `--steps` are. The calls then end at all positions of a
+group, and each residual leaves other tokens packed. In calls that end with a group, all residuals of the group's size
+would be equal.
 
 Fails if, at some group size, a residual of 32 tokens does not lose less than none, or one of 128 not less than 32.
 """

@@ -1,11 +1,12 @@
-"""SinkQ, Fig. 1, 4 to 6 and appendix D: which tokens to keep in full precision, and which the smallest keys are.
+"""SinkQ, Fig. 1, 4 to 6 and appendix D: which tokens to keep in full precision, and which have the smallest keys.
 
-Fig. 1f on made layers with two sinks: error of attention when N tokens are kept by one criterion or another, in the
-statistics of their group or out of them. Fig. 1c: of the N smallest keys, the share that is among the N tokens of most
-attention. Figs 1, 4, 5 and 6 show where keys stand out: of each layer of the model, the attention that its smallest
-three keys get, and their size by the mean. `qattn inspect` draws them. Appendix D sorts tokens by their accumulated
-attention: of each layer, the share of all attention that the first of them hold, and how many times that of the median
-token the largest has, in powers of two.
+- Fig. 1f, on made layers with two sinks: error of attention when N tokens chosen by some criterion are kept, inside or
+  outside the statistics of their group.
+- Fig. 1c: share of the N smallest keys that are also among the N tokens with most attention.
+- Figs 1, 4, 5 and 6: for each layer of the model, the attention of its three smallest keys, and their size relative to
+  the mean. `qattn inspect` draws these figures.
+- Appendix D sorts tokens by accumulated attention: for each layer, the first tokens' share of all attention, and the
+  largest attention divided by the median, in powers of two.
 
 Fails if, for some N that covers the sinks, the smallest keys are not better than random ones, or the largest are better
 than random ones, or leaving the sinks in the statistics is better; or if the made sinks are not the smallest keys.

@@ -1,8 +1,8 @@
-"""SinkQ, Table 4: how many sinks, and first layers without any.
+"""SinkQ, Table 4: the number of sinks, and first layers without sinks.
 
-Read from the text, and on made layers that have two sinks. Fails if one sink does not lose less than none on the made
-layers, or if the fourth to sixth gain as much as the first three there; on a model that has sinks, if one does not lose
-less than none, or six layers without a pool lose less than none without.
+The rows are of the text, and of made layers with two sinks. Fails if one sink does not lose less than none on the made
+layers; if the fourth to sixth sink gain as much there as the first three; or if, on a model with sinks, one sink does
+not lose less than none, or six layers without a pool lose less than zero such layers.
 """
 
 from __future__ import annotations

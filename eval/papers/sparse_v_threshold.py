@@ -1,12 +1,12 @@
-"""Sparse V, sections 4.3, 4.5, 4.8, 7.1, 7.4 and 7.5: what skipping small weights costs, by threshold and by format.
+"""Sparse V, sections 4.3, 4.5, 4.8, 7.1, 7.4 and 7.5: the cost of skipping small weights, by threshold and by format.
 
-Of the steps at the end of each row (`--steps`), the share of values that were not read and what these weighed. The
-steps alone skip, by default one in twenty of the tokens that KL and perplexity are of. The paper has no budget;
-`budget` is ours, which bounds the mass that a row may drop.
+For the steps at the end of each row (`--steps`), rows have the share of values that were not read, and their weight.
+Only these steps skip; by default they are one in twenty of the tokens in KL and perplexity. `budget` is our addition.
+It bounds the mass that a row may drop.
 
-Fails if perplexity with the paper's 1e-6 differs from that without by more than 0.01 % in some format, or at some
-threshold from 1e-8 to 1e-4; or if the share falls where the threshold grows, or is no larger at 1e-4 than at 1e-8.
-Kernels skip whole tiles, the reference single tokens.
+Fails if skipping changes perplexity by more than 0.01 %, with the paper's 1e-6 in some format or with some threshold
+from 1e-8 to 1e-4; or if the skipped share falls when the threshold grows, or is no larger at 1e-4 than at 1e-8. Kernels
+skip whole tiles, the reference single tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sparse V, section 4.4 and the addendum: formats of keys and of values, each with each, by KL to full precision.
+"""Sparse V, section 4.4 and the addendum: all pairs of key and value formats, by KL to full precision.
 
-Fails if keys in two bits with 8-bit values do not lose more KL than values in two bits with 8-bit keys, which is
-what asymmetric formats rest on; or if attention's error does not fall with the bits of both sides.
+Fails if 2-bit keys with 8-bit values do not lose more KL than 2-bit values with 8-bit keys, the reason for asymmetric
+formats; or if attention's error does not fall with the bits of both sides.
 """
 
 from __future__ import annotations

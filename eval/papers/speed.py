@@ -1,7 +1,7 @@
-"""Figures of speed and memory: which command makes them on a machine with a GPU, and what was recorded.
+"""Figures of speed and memory: the command that makes each on a machine with a GPU, and the recorded numbers.
 
 TurboAttention Fig. 6 and 7a; SinkQ Fig. 3 and 7; INT-FlashAttention Fig. 2; SageAttention2 Table 12; sparse V 4.2, 4.6,
-4.7, 7.2 and 7.3. `speedup` is the time of the fastest attention of PyTorch by that of the method, from `eval/results/`.
+4.7, 7.2 and 7.3. `speedup` is the time of PyTorch's fastest attention divided by the method's, from `eval/results/`.
 
 Fails if TurboAttention's recorded decode is not faster than every attention of PyTorch at 32k tokens and a batch of 4,
 where its Fig. 6 has a gain, or if its gain does not grow with the context.

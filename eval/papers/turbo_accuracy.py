@@ -1,8 +1,8 @@
 """TurboAttention, Tables 2 and 6: KIVI, GEAR-L and TurboAttention at 4 and at 3 bits.
 
-KIVI is ours, G 64 with a residual of 64; GEAR-L is the reference in `eval/baselines/gear.py`.
-Fails if attention's error is not less with TurboAttention's 4 bits than with its half-half split, with KIVI's 4 than
-with its 3, and with GEAR-L than with the KIVI that it corrects.
+KIVI is our implementation, with groups and a residual of 64. GEAR-L is the reference in `eval/baselines/gear.py`.
+Fails if attention's error is not less with TurboAttention's 4 bits than with its half-half split, with KIVI's 4 bits
+than with 3, and with GEAR-L than with the KIVI that it corrects.
 """
 
 from __future__ import annotations

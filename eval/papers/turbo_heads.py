@@ -1,13 +1,13 @@
-"""TurboAttention, Fig. 7b: which heads get 2 bits, by what ranks them and by how many they are.
+"""TurboAttention, Fig. 7b: which heads get 2 bits, by criterion and by number of heads.
 
-`2 by priority`: two heads of K and two of V, ranked apart when a row's first block closes. `4 of 16 by priority`: the
-paper's way, heads of K and of V ranked together, here over all that is read (of a model the first row), then named in
-lists, the only way in which `turbo` takes a joint ranking. Made layers have eight heads, and in every second some
-channels stand out.
+`2 by priority` ranks two heads of K and two of V separately when a row's first block closes. `4 of 16 by priority` is
+the paper's way: it ranks heads of K and V together. Here it ranks them over everything that is read, or over a model's
+first row, and names them in lists, because `turbo` has no joint ranking. Made layers have eight heads, and every second
+head has outlier channels.
 
 Fails if on made layers, with half of the heads at 2 bits, the paper's priority loses more than entropy or a fixed
-shuffle, ranked either way, or if it loses less with more such heads. Of its two factors, min-max and variation, nothing
-is asserted: on made layers they choose nearly the same heads.
+shuffle, ranked either way, or if it loses less with more such heads. Its two factors, min-max and variation, are not
+checked separately: on made layers they choose nearly the same heads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""TurboAttention, Fig. 5: the polynomial of SAS beside the exponential; no model is read.
+"""TurboAttention, Fig. 5: the polynomial of SAS compared with the exponential; no model is read.
 
-Fails if the polynomial is not within 1.1e-3 of `exp(-x)` on [0, 1], or SAS not within that of `exp(x)` down to its
-threshold, or not 0 below; or if a least-squares polynomial of degree 2 is as good as the paper's of degree 3.
+Fails if the polynomial differs from `exp(-x)` on [0, 1] by more than 1.1e-3; if SAS differs from `exp(x)` by more than
+that above its threshold, or is not 0 below; or if a least-squares polynomial of degree 2 is as good as the paper's of
+degree 3.
 """
 
 from __future__ import annotations
