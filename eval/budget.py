@@ -42,7 +42,7 @@ LLAMA_1B = {
     "head_dim": 64,
     "vocab_size": 128256,
 }
-OUTGROWN = 4.25  # times the memory that the tokens would take in the model's precision
+OUTGROWN = 4.25  # times the memory limit that unquantized tokens would take
 
 
 def measured(model: PreTrainedModel, setting: str, reading: Reading, full: list[list[torch.Tensor]]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Watch:
 
 
 def spans(layer: Any, side: str) -> list[tuple[int, int]]:
-    """Bits and number of the blocks of a side that have as many, spare capacity included."""
+    """Return each bit width of a side with its number of blocks, including spare capacity."""
     return [(bits, end - first) for bits, first, end in getattr(layer.spec, side).spans(layer.blocks)]
 
 

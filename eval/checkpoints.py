@@ -99,7 +99,7 @@ def split(name: str, folder: Path) -> list[Path]:
 
 
 def join(pieces: Path, folder: Path) -> Path:
-    """Write the folder that `fetch` writes, out of what `split` wrote."""
+    """Write the folder that `fetch` writes, from the pieces that `split` wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "model.gguf"
     with file.open("wb") as whole:
@@ -163,7 +163,7 @@ def _write_weights(file: Path, folder: Path) -> None:
 
 
 def _name_of(name: str, inside: dict[str, str]) -> str:
-    """Transformers' name of a tensor of llama.cpp's; `inside` names those of a block."""
+    """Return transformers' name of a llama.cpp tensor. `inside` has the names inside a block."""
     if not name.startswith("blk."):
         return OUTSIDE[name]
     _, layer, kind, _ = name.split(".")

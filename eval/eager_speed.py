@@ -47,7 +47,7 @@ def paired(ours: Call, stock: Call, pairs: int, device: torch.device) -> dict[st
 
 
 def calls(ours: PreTrainedModel, stock: PreTrainedModel, prompt: torch.Tensor, steps: bool) -> tuple[Call, Call]:
-    """A call of each: a step behind `prompt`, or the prompt itself, for which the model makes its cache."""
+    """Make a call of each model: a step after `prompt`, or the prompt itself with a new cache."""
 
     def call(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> Any:
         return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

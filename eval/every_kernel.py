@@ -30,7 +30,7 @@ OTHERS = ("turbo:bits=mixed", "turbo:sparse_v_tau=1e-4", "turbo:softmax=sas", "k
 
 
 def attend(layer: QAttnLayer, tokens: int, padded: bool) -> bool:
-    """Whether the output of a call of so many random tokens is finite."""
+    """Whether the output of a call of `tokens` random tokens is finite."""
     device = layer.device
     q, k, v = (
         torch.randn(2, heads, tokens, HEADS.dim, dtype=HEADS.dtype, device=device)

@@ -61,7 +61,7 @@ def record(part: Part, results: Path, gpu: int | None = None) -> tuple[int, str]
 
 
 def run(chosen: dict[str, list[Part]], results: Path) -> list[tuple[int, str]]:
-    """Everything: what trained models show side by side, as many at once as there are cores, then the rest alone."""
+    """Run all parts: measurements of trained models side by side, one per core, then the others one by one."""
     gpus = torch.cuda.device_count()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         begun = []

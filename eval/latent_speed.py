@@ -53,7 +53,7 @@ def up_projections(heads: int, device: torch.device) -> UpProjections:
 
 @torch.no_grad()
 def packed(method: str, impl: str, heads: int, rows: int, context: int, tokens: int, device: torch.device) -> Any:
-    """Times of a call of `tokens` new tokens behind `context` others."""
+    """Time a call of `tokens` new tokens after `context` others."""
     name, settings = split_method(method)
     chosen = get_method(name)(**settings)
     spec = replace(layer_spec(chosen.without_default_pool(chosen.last_layer_spec(1)), name), impl=impl)

@@ -1,4 +1,4 @@
-"""`docs/methods/NAME.md`, made of a method's docstring, fields, recipes, kernels, families and records."""
+"""Make `docs/methods/NAME.md` from a method's docstring, fields, recipes, kernels, families and records."""
 
 from __future__ import annotations
 

@@ -55,9 +55,10 @@ def first_line(error: BaseException) -> str:
 
 
 def measure(model_type: str) -> dict[str, Any]:
-    """The row of one type: `result` is `runs`, `part` (of its layers are packed), `own` (none is), `refused`, `error`.
+    """Return the row of one type. Its `result` is one of these:
 
-    `stock` stands where the stock model itself could not be built or does not generate.
+    `runs`; `part` if only some layers are packed; `own` if no layer is; `refused`; `error`; `stock` if the stock model
+    could not be built or does not generate.
     """
     row: dict[str, Any] = {"model_type": model_type, "result": "stock"}
     try:
@@ -118,7 +119,7 @@ def _child(model_type: str, pipe: Any) -> None:
 
 
 def measured_apart(model_type: str, seconds: float) -> dict[str, Any]:
-    """`measure` in a process of its own, which ends after `seconds`: an error, whoever took too long or crashed."""
+    """Run `measure` in a separate process. A crash, or more than `seconds`, is an error."""
     fork = multiprocessing.get_context("fork")  # everything is imported already
     ours, theirs = fork.Pipe(duplex=False)
     process = fork.Process(target=_child, args=(model_type, theirs))

@@ -27,7 +27,7 @@ DEMO = "demo"
 
 
 def tables() -> dict[str, Any]:
-    """The modules that say what they are, by name; `int_flash` and `sage2` are commands of their own."""
+    """Return the modules with an `ABOUT`, by name. `int_flash` and `sage2` are separate commands."""
     names = sorted(path.stem for path in HERE.glob("*.py") if "\nABOUT" in path.read_text(encoding="utf-8"))
     return {name: importlib.import_module(f"papers.{name}") for name in names}
 

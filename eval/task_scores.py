@@ -232,7 +232,7 @@ def print_rows(units: list[Unit], processes: int) -> int:
 
 
 def stop(*_: Any) -> None:
-    """End on SIGTERM with all processes, which would keep the output open: what was printed can be recorded."""
+    """End all processes on SIGTERM. They would keep the output open, and the printed rows could not be recorded."""
     for child in active_children():
         child.kill()
     os._exit(128 + signal.SIGTERM)

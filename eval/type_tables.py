@@ -1,4 +1,4 @@
-"""Tables of what ran: transformers' causal types and own tests, quantized weights, tests and sanitizers on GPUs."""
+"""Tables of test runs: transformers' causal types and tests, quantized weights, tests and sanitizers on GPUs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _types(results: list[Result]) -> Iterable[Row]:
 
 
 def _why(row: Row) -> str:
-    """The reason of a refusal without the type's name; of what runs, the kinds of layers that are not packed."""
+    """Return why a type is refused, without its name, or the kinds of layers that are not packed."""
     if row["result"] in ("part", "own"):
         return ", ".join(kind for kind in row["layers"] if kind not in ("full_attention", "hybrid"))
     if row["result"] != "refused":

@@ -71,13 +71,13 @@ class Evict:
 
 @dataclass
 class ZipCache:
-    """An attention over a prompt of which the most attended tokens have 4 bits and the others 2.
+    """Attention over a prompt with 4 bits for the most attended tokens and 2 bits for the others.
 
     Keys are rounded by channel, values by token after each channel is divided by the root of its largest magnitude.
 
     Attributes:
-        share: of the tokens that have 4 bits.
-        kept: of each layer, keys and values of the prompt; set by the first call of a text.
+        share: of the tokens, that get 4 bits.
+        kept: keys and values of the prompt, by layer; the first call of a text sets them.
     """
 
     share: float = 0.2

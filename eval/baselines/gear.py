@@ -33,13 +33,14 @@ def by_token(x: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Gear:
-    """An attention over keys and values as GEAR-L keeps them.
+    """Attention over keys and values as GEAR-L stores them.
 
     Attributes:
         bits: of the codes.
-        rank: of the part of each head's error that is kept beside them; 0 is none.
-        group: KIVI's, of tokens of keys and channels of values; None: KCVT, whole channels of keys and whole tokens.
-        buffer: newest tokens in full precision, and tokens that are packed at once.
+        rank: of the error correction of each head; 0 for none.
+        group: KIVI's group of key tokens and value channels; None for KCVT, which scales whole key channels and value
+            tokens.
+        buffer: newest tokens in full precision, which are packed together.
     """
 
     bits: int

@@ -115,7 +115,7 @@ def rounded_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, form: Format | None = None) -> torch.Tensor:
-    """Attention `[S, D]` in fp32, exact or with the weights of a format; row sums are those of what PV reads."""
+    """Compute attention `[S, D]` in fp32, exact or with rounded weights. Row sums are those of the rounded weights."""
     out = []
     for rows in q.split(ROWS):
         s = rows @ k.T * scale

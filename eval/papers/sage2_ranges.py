@@ -86,7 +86,7 @@ CLAIMS = (
     Claim(
         "smoothed queries use the range of INT4 more uniformly (Fig. 5)",
         less_informed,
-        "the codes of all channels are counted together, and biases of many sizes fill the range too, though they tell "
-        "no query from another",
+        "the measure counts the codes of all channels together, and biases of many sizes fill the range as well, "
+        "although they do not distinguish queries",
     ),
 )

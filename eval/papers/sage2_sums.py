@@ -17,11 +17,11 @@ from papers.common import About, Row, Run, column, not_below, row
 ABOUT = About(
     title="SageAttention2, Tables 4 and 13, Fig. 7",
     model="",
-    missing="Table 4 is of Ada's tensor cores, Table 13 of layers of CogvideoX, and Fig. 7 is a row without numbers. "
-    "How FP22 rounds is not said: here to the nearest.",
+    missing="Table 4 measures Ada's tensor cores, Table 13 layers of CogvideoX, and Fig. 7 has no numbers. The paper "
+    "does not say how FP22 rounds; this table rounds to nearest.",
 )
 TOKENS, DIM, MMA, BLOCK, QUERIES = 4096, 64, 32, 64, 64
-TABLE_4 = {"E8M13": "0", "E8M23": "that of FP22"}  # error to FP32 of what stands in the accumulator
+TABLE_4 = {"E8M13": "0", "E8M23": "that of FP22"}  # error of the accumulator relative to FP32
 TABLE_13 = {"as they are": (98.25, 0.1980, 0.2387), "smoothed": (99.75, 0.0406, 0.0773)}
 NUMBERS, SUMS, VALUES = "numbers", "sums of P V", "values"
 

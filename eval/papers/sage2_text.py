@@ -24,9 +24,9 @@ from qattn_hf.reading.texts import read_as
 ABOUT = About(
     title="SageAttention2, Tables 1 and 10 (text)",
     model="meta-llama/Llama-3.1-8B",
-    missing="perplexity of WikiText, LAMBADA, MMLU and LongBench need the paper's models; the same tasks through the "
-    "packed cache are `qattn eval --method sage2:bits=4`. Models of pictures and video are not text. SageAttn-8b is "
-    "not the default of our method, which leaves queries of 8 bits unsmoothed: that is the row `method sage2`.",
+    missing="perplexity of WikiText, LAMBADA, MMLU and LongBench need the paper's models; `qattn eval --method "
+    "sage2:bits=4` runs the same tasks through the packed cache. Image and video models are left out. Our default "
+    "differs from SageAttn-8b: it does not smooth 8-bit queries (row `method sage2`).",
 )
 NONE, SMOOTH, EIGHT, FOUR = "INT4, not smoothed", "INT4, smoothed", "SageAttn-8b", "SageAttn-4b"
 HADAMARD, SMOOTH_ATTN, FIRST = "HadmdAttn", "SmoothAttn", "SageAttention"

@@ -21,8 +21,8 @@ ABOUT = About(
     title="SinkQ, Table 3",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("gsm8k", "gsm8k_cot"),
-    missing="the paper's accuracies are of GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. Its pool "
-    "is chosen once for a whole prompt (paper_sinkq:sink_prefill=whole), ours competes block by block.",
+    missing="the paper measures GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. It chooses the pool "
+    "once for a whole prompt (paper_sinkq:sink_prefill=whole); ours competes block by block.",
 )
 CHUNK = 35
 RESIDUALS = (0, 8, 16, 32, 64, 128)
@@ -76,7 +76,7 @@ CLAIMS = (
             "kl",
             orders=[(f"G {g}, R {more}", f"G {g}, R {less}") for g in PAPER for less, more in pairwise(RESIDUALS)],
         ),
-        "the residuals are so near one another that the text decides",
+        "the residuals are so close that the text decides",
     ),
     Claim(
         "at one residual the group size shows no clear pattern",

@@ -27,9 +27,9 @@ from qattn_hf.recipes.recipe import find_recipes
 ABOUT = About(
     title="SinkQ, Fig. 1, 4, 5 and 6, appendix D",
     model="meta-llama/Llama-2-7b-chat-hf",
-    missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B and print no numbers; Fig. 1a, b, d, e and 4 to "
-    "6 are drawn for any model by `qattn inspect MODEL --text FILE --pictures FOLDER`. Appendix D plots each token's "
-    "score in order, once in powers of two; here are numbers of it.",
+    missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B, without numbers. `qattn inspect MODEL --text "
+    "FILE --pictures FOLDER` draws Fig. 1a, b, d, e and 4 to 6 for any model. Appendix D plots sorted scores of "
+    "tokens; this table has numbers instead.",
 )
 MADE = "made, two sinks"
 CRITERIA = ("smallest_key", "largest_key", "attention", "random")
@@ -94,7 +94,7 @@ CLAIMS = (
     Claim(
         "keeping the tokens of the smallest keys is the best criterion (Fig. 1f)",
         in_order("relative_l1", orders=[(f"{n} smallest_key", f"{n} attention") for n in COUNTS]),
-        "beyond the sinks small keys mean nothing, while attention is what an error is weighted by; it is known "
-        "only after a token was read, its key before",
+        "beyond the sinks small keys mean nothing, while attention weights every error; but attention is known only "
+        "after a token was read, and its key before",
     ),
 )

@@ -27,8 +27,8 @@ ABOUT = About(
     title="SinkQ, Table 4",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("gsm8k", "gsm8k_cot"),
-    missing="the paper's accuracies are of GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. On a "
-    "model without attention sinks nothing is asserted of its text.",
+    missing="the paper measures GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. Nothing is checked "
+    "on a text if the model has no attention sinks.",
 )
 MADE = "made, two sinks"
 NUMBER = (  # GSM8K, 8 shots; with chains of thought

@@ -15,8 +15,8 @@ ABOUT = About(
     title="Sparse V, 4.4 and the addendum",
     model="Qwen/Qwen3-4B",
     tasks=("needle_single",),
-    missing="the paper's figures are of Qwen3.5-35B-A3B and 27B. turbo formats are the released code's codebook with a "
-    "norm a block, not the text's polar angles.",
+    missing="the paper measures Qwen3.5-35B-A3B and 27B. Our turbo formats follow the released code, a codebook with "
+    "one norm per block, instead of the text's polar angles.",
 )
 FORMATS = ("model", "q8", "turbo4", "q4", "turbo3", "turbo2")
 FALLING = ("q8", "turbo4", "turbo3", "turbo2")

@@ -28,8 +28,8 @@ from qattn_hf.recipes.recipe import find_recipe
 ABOUT = About(
     title="TurboAttention, Fig. 4, 8, 9 and 10",
     model="microsoft/Phi-3-mini-4k-instruct",
-    missing="the figures are plots and print no numbers; `qattn inspect MODEL --text FILE --pictures FOLDER` draws "
-    "them. Whether values are better by channel depends on the model, as the paper says: it is asserted of made ones.",
+    missing="the figures are plots without numbers; `qattn inspect MODEL --text FILE --pictures FOLDER` draws them. "
+    "Whether values are better by channel depends on the model, as the paper says, so only made values are checked.",
 )
 MADE, MEAN, BITS, GROUP = "made values", "mean of layers", 4, 64
 

@@ -39,7 +39,7 @@ Lists = dict[str, list[list[int]]]  # 2-bit heads of each layer, as `turbo` take
 
 
 def made() -> Layer:
-    """Keys, and values, of heads 1, 3, 5, 7 have channels that are up to six times as large as the others."""
+    """Make a layer whose heads 1, 3, 5 and 7 have key and value channels up to six times larger than the others."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, TOKENS, DIM, generator=g) for _ in range(3))
     for x in (k, v):
@@ -117,8 +117,8 @@ CLAIMS = (
             "kl",
             orders=[(f"{some} by priority", f"{some} by {other}") for some in SOME for other in RANKINGS[1:]],
         ),
-        "ranges say how coarse a head's codes are, not how much the model's output hangs on it, which `qattn tune` "
-        "measures; ranked together, heads of keys have the larger ranges and nearly all values get the 2 bits; and of "
-        "two or four KV heads there is little to choose, a fixed shuffle being one pick of few",
+        "ranges measure how coarse a head's codes are, not how much the output depends on the head, which `qattn tune` "
+        "measures. In a joint ranking keys have larger ranges, so nearly all values get 2 bits. Two or four KV heads "
+        "leave few choices, and a fixed shuffle is one of them",
     ),
 )

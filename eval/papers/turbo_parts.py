@@ -15,7 +15,7 @@ ABOUT = About(
     title="TurboAttention, Tables 4 and 5",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("aqua_cot",),
-    missing="Table 5 is on top of LLM.int8() and Qserve, whose quantized weights this table leaves out, and the "
+    missing="Table 5 combines the method with quantized weights, LLM.int8() and Qserve, which are left out here. The "
     "paper does not say what PQ is. Accuracies need the paper's model.",
 )
 FLASHQ, SAS, BOTH = "FlashQ-4bit", "SAS", "FlashQ-4bit + SAS"

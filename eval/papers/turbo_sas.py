@@ -17,8 +17,8 @@ from qattn_kernels.reference.softmax import sas_exp
 ABOUT = About(
     title="TurboAttention, Fig. 5",
     model="",
-    missing="the figure is a plot and prints no numbers. SAS is meant to save time, and no gain is recorded: "
-    "`qattn bench decode --method turbo --method turbo:softmax=sas`, and `qattn bench prefill` with these, measure it.",
+    missing="the figure is a plot without numbers. SAS is meant to save time, but no gain is recorded. Measure it with "
+    "`qattn bench decode --method turbo --method turbo:softmax=sas`, and with `qattn bench prefill`.",
 )
 COEFFICIENTS = (-0.1025, 0.4626, -0.9922, 0.9996)  # of the paper's equation 15, highest power first
 CLOSE, THRESHOLD, MADE = 1.1e-3, -6.0, "exp(-x), x in [0, 1]"
