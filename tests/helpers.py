@@ -78,7 +78,7 @@ def constants_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
 
 
 class GivenLayer(QAttnLayer):
-    """A layer whose constants are those of `constants_of`."""
+    """A layer with the constants of `constants_of`."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.constants = constants_of(self.spec, key_states.shape[1], key_states.shape[3])

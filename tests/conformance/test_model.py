@@ -223,8 +223,8 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
 
 @some_methods
 def test_a_cache_goes_on_after_compiled_steps(model: LlamaForCausalLM, method: str):
-    """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate`: as after eager
-    steps, though nobody counted the compiled ones on the host."""
+    """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate` give the same
+    results as after eager steps, although the host did not count the compiled steps."""
     patch(model, method)
     ids, more = random_ids(2, 20), random_ids(2, 170, seed=3)
     compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode="default")

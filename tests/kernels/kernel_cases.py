@@ -1,5 +1,8 @@
-"""Settings with which the tests run kernels: a choice for methods that are named here, since the interpreter is slow;
-of every other method that is found, its defaults and variants, as far as kernels compute them."""
+"""Settings for tests of kernels.
+
+The interpreter is slow, so the methods named here have a selection. Every other method has its defaults and variants,
+if kernels compute them.
+"""
 
 from __future__ import annotations
 

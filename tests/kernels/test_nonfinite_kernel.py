@@ -1,4 +1,4 @@
-"""Queries that are not finite, in kernels: their own output is NaN, and every other is as beside a query of zeros."""
+"""Non-finite queries in kernels: their output is NaN, and other outputs are the same as with a query of zeros."""
 
 from __future__ import annotations
 

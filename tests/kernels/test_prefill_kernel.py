@@ -35,10 +35,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` columns a call after `past` tokens, `hq` query heads over `heads`; row `b` has the columns
-    `spans[b]` `(first, count)`. `form` of the unpacked keys and values: `flashq` blocks, `int8` tokens, the model's
-    dtype, or INT8 tokens of keys with values by block, `full`, or in the model's dtype, `half`. `short`: the first
-    block has lost its last tokens to a crop. `masked`: some tokens are."""
+    """A call of `tokens` columns after `past` tokens, with `hq` query heads over `heads`.
+
+    Row `b` has the columns `spans[b]` `(first, count)`. `form` is the form of unpacked keys and values: `flashq`
+    blocks, `int8` tokens, `model` for the model's dtype, `full` for INT8 key tokens and value blocks, or `half` for
+    INT8 key tokens and unquantized values. `short`: a crop removed the first block's last tokens. `masked`: some tokens
+    are masked.
+    """
 
     tokens: int = 65
     past: int = 0
