@@ -1,4 +1,5 @@
-"""A cache in its user's hands: what it hands out is the user's own, whose it is, and what is left when a call fails."""
+"""A cache as its user sees it: its results are the user's to keep, it belongs to one model, and failed calls change
+nothing."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_blocks_never_overlap_and_all_that_is_freed_is_merged(steps):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: its allocator is what is followed")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_gpu_reserves_as_much(seed):
-    """400 tensors of 1 KiB to 200 MiB, half of them freed again in no order, on a stream of their own."""
+    """Allocate 400 tensors of 1 KiB to 200 MiB on a separate stream, and free half of them in random order."""
     rng, allocator = random.Random(seed), CachingAllocator()
     alive: list[tuple[Any, Block]] = []
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""`qattn check`: what it says from a config alone is what `patch` does and what a cache of that length takes."""
+"""`qattn check` predicts from a config what `patch` does and how much a cache takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text through one cache in chunks: what comes out is what one call would say, and every token comes once."""
+"""Text that one cache reads in chunks gives the results of a single call, with each token once."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_a_pass_leaves_the_model_as_it_was():
 
 
 def test_every_cache_of_a_model_has_its_shares():
-    """Its first, the next in the same memory, one beside it, copies, and one that was emptied."""
+    """Caches: the first, the next in the same memory, a second one at the same time, copies, and a reset one."""
     model, ids = patch(model_of(), **METHOD), random_ids(2, 150)
     want = [constants["k.compensation"] for constants in model._qattn.constants]
     assert all(x.any() for x in want) and not torch.equal(*want)
@@ -110,7 +110,7 @@ def test_a_saved_prefix_goes_on_and_is_emptied_with_its_shares(tmp_path: Path):
 @pytest.mark.product
 @pytest.mark.parametrize("model_type", [*(name for name in PACKED if name != "deepseek_v3"), "whisper"])
 def test_layers_of_every_kind_have_shares(model_type: str):
-    """Windows, layers beside an SSM, those that others read, and positions that are learned."""
+    """Models with windows, an SSM, shared keys and values, and learned positions."""
     model = patch(tiny(model_type), **METHOD, sliding="packed")
     cache = model(random_ids(1, 70)).past_key_values
     assert cache.packed and all(x.any() for x in held(cache))

@@ -27,7 +27,7 @@ def model(fake: FakeGraphs) -> LlamaForCausalLM:
 
 
 def eager(model: LlamaForCausalLM, ids: torch.Tensor = IDS, **kwargs: Any) -> Any:
-    """What the same model generates without graphs; a model of its own."""
+    """Return the tokens of a new copy of the model without graphs."""
     split_int8 = patch(unpatch(copy.deepcopy(model)), model._qattn.recipe.method, decode="eager")
     return split_int8.generate(ids, **{**GREEDY, **kwargs})
 

@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Callable[[], Any]] = {
 
 
 def conversation(layer: QAttnLayer) -> torch.Tensor:
-    """A prompt, steps, a short call, a crop, a larger ring, other rows, a call that closes a block."""
+    """Run a prompt, steps, a short call, a crop, a larger ring, reordered rows, and a call that closes a block."""
     q, k, v = QKV
 
     def read(start: int, *tokens: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Recipes of families: found by type, beaten by what the user gives, shown, and honest about what they are."""
+"""Recipes of families: chosen by model type, overridden by the user, reported, and clear about whether they were
+measured."""
 
 from __future__ import annotations
 
@@ -284,7 +285,7 @@ CHANNELS = {"qwen2": [28, 30, 60, 63], "glm": [40, 50, 60, 63]}
 
 
 def biased(model_type: str, bias: float) -> PreTrainedModel:
-    """Keys have one large bias in a few channels, as those of Qwen2.5."""
+    """Make a model with one large key bias in a few channels, as in Qwen2.5."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1}
     theta = {"rope_theta": 1e6} if model_type == "qwen2" else {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     rope = {"rope_type": "default", **theta}
@@ -296,7 +297,8 @@ def biased(model_type: str, bias: float) -> PreTrainedModel:
 
 
 def kl(bias: float, method: str, model_type: str = "qwen2", **settings: Any) -> float:
-    """Nats a token of the last 32, read in one call behind the packed others, to the model in full precision."""
+    """Return the KL to full precision, in nats per token, of the last 32 tokens, read in one call after the packed
+    ones."""
     found = []
     for packed in (False, True):
         model = biased(model_type, bias)

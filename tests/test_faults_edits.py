@@ -1,7 +1,7 @@
-"""Edits of a cache that fail: the same edit again, or a step, gives what it gives without the failure, or is refused.
+"""Edits of a cache that fail: repeating the edit, or a step, gives the result without the failure, or is refused.
 
 The first tier fails at some places. `test_at_every_place` fails at each allocation, and at each line that an edit runs,
-the first and the last time; with `QATTN_FAULTS=every` for each kind of cache, which takes half an hour.
+the first and the last time. With `QATTN_FAULTS=every` it does so for each kind of cache, which takes half an hour.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ BREAKING: dict[str, Callable[[type[BaseException]], dict[str, Any]]] = {
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 @pytest.mark.parametrize("what", BREAKING)
 def test_what_breaks_between_steps(what: str, error: type[BaseException]):
-    """A cache that was passed stands at a whole step, from which a second try goes back to the prompt."""
+    """A cache that the caller passed is left after a whole step. A second try crops it back to the prompt."""
     model, ids = patch(tiny_llama(), "turbo"), IDS[:1]
     want = model.generate(ids, **GREEDY)
     cache = QAttnCache.for_model(model)

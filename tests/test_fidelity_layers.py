@@ -51,7 +51,10 @@ def test_compare_and_inspect_name_the_packed_layers(family: str, capsys):
 
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("gemma4_text", marks=pytest.mark.slow), "falcon_h1"])
 def test_tune_chooses_for_packed_layers(family: str):
-    """Heads and settings go to these; `patch` takes the recipe, and the others stay the model's own."""
+    """Heads and settings are chosen only for packed layers.
+
+    `patch` takes the recipe, and other layers stay unpacked.
+    """
     model, ids = tiny(family), random_ids(4, TOKENS)
     packed = [i for i, packed in enumerate(PACKED[family]) if packed]
     candidates = find_recipes(["turbo:bits=mixed", "int8"])
@@ -65,7 +68,10 @@ def test_tune_chooses_for_packed_layers(family: str):
 
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_compare_measures_packed_windows(family: str):
-    """Layer by layer and end to end, past the window; their bytes are those of the ring, whatever the context."""
+    """Windows are measured layer by layer and end to end, past the window.
+
+    Their bytes are those of the ring, for any context.
+    """
     model, reading = tiny(family), read_as(random_ids(2, TOKENS), steps=3)
     names = ["none:sliding=packed", "turbo:bits=2,sliding=packed", "turbo:bits=2"]
     exact, coarse, own = compare(model, find_recipes(names), reading, at_tokens=1024)

@@ -30,8 +30,11 @@ def lora(**changes: Any) -> Any:
 
 
 class Adapted:
-    """A patched model with adapters `one`, which is on, and `two`: wrapped by peft, or injected as transformers'
-    `load_adapter` and `add_adapter` do it, which a newer peft than this one is needed for."""
+    """A patched model with the adapters `one`, which is active, and `two`.
+
+    They are wrapped by peft, or injected like transformers' `load_adapter` and `add_adapter`, which need a newer peft
+    than the installed one.
+    """
 
     def __init__(self, wrapped: bool):
         import peft

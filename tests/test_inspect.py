@@ -1,4 +1,4 @@
-"""`qattn inspect`: what it says of queries, keys, values, sinks and bits, against plain formulas over the same text."""
+"""`qattn inspect` compared with plain formulas over the same text: queries, keys, values, sinks and bits."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_head_has_a_plot_at_most_eight_a_row_with_labels():
 
 @pytest.mark.parametrize("picture", [heads, value_gaps])
 def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
-    """Numbers of layers, of heads and of their bits stand apart, as they are drawn."""
+    """Labels of layers, of heads and of bits do not overlap in the drawing."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

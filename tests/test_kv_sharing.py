@@ -57,7 +57,7 @@ def called(layer: QAttnLayer, qkv: Any, part: slice, padding: int, readers: int)
 def check_readers(
     layer: QAttnLayer, alone: QAttnLayer, others: list[QAttnLayer], qkv: Any, calls: tuple[int, ...] = CALLS
 ) -> None:
-    """Readers of `layer` attend as layers with a cache of their own, `others`, and leave what it alone would hold."""
+    """Check that readers of `layer` attend as `others` do, layers with separate caches, and store nothing."""
     layer.shared, start = True, 0
     for tokens in calls:
         part, padding = slice(start, start + tokens), 13 if start == 0 and len(calls) > 2 else 0
@@ -93,7 +93,7 @@ def test_readers_of_a_window(case: Case):
 @pytest.mark.parametrize("sliding", ["model", "packed"])
 @pytest.mark.parametrize("family", TYPES)
 def test_they_hold_nothing_and_give_the_stock_tokens(family: str, sliding: str):
-    """Also in a prompt, of which they may compute the last token alone."""
+    """The prompt may compute only the last token of these layers."""
     stock, model = model_of(family), patched(family, sliding=sliding)
     want = stock.generate(IDS, attention_mask=MASK, **GREEDY)
     out = model.generate(IDS, attention_mask=MASK, return_dict_in_generate=True, **GREEDY)
@@ -132,7 +132,7 @@ def test_a_reader_that_fails_leaves_the_call_before(sliding: str, tokens: int):
 
 
 def test_captured_steps(fake):
-    """With windows packed no layer keeps what is the model's own, so that steps are captured."""
+    """With packed windows every layer is packed, so steps are captured."""
     model = as_on_a_gpu(model_of("gemma3n_text"))
     how = {"impl": "reference", "family": False, "sliding": "packed"}
     want = patch(model, "turbo", decode="eager", **how).generate(IDS, attention_mask=MASK, **GREEDY)
@@ -179,7 +179,7 @@ def test_settings_for_layers_that_only_read_are_refused():
 
 
 def test_keys_that_a_layer_reads_twice_are_refused():
-    """As of a layer of which nobody knows that it shares them."""
+    """A layer whose sharing is unknown reads the keys of another layer."""
     model = patched("gemma4_text", "turbo")
     cache = QAttnCache.for_model(model)
     cache.layers[5].spec = cache.layers[4].spec  # which reads those of layer 2

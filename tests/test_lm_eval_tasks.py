@@ -128,7 +128,7 @@ def manager(data) -> Iterator[TaskManager]:
 
 
 def task_manager(folders: list[str]) -> TaskManager:
-    """lm-eval's tasks that ours build on, without the 14,000 others, which take seconds to find."""
+    """Load only lm-eval's tasks that ours extend. Finding the other 14,000 takes seconds."""
     wanted = [*(STOCK_TASKS / name for name in STOCK), *folders]
     return TaskManager(include_path=wanted, include_defaults=False, metadata={"pretrained": str(demo_model_dir())})
 

@@ -1,4 +1,4 @@
-"""Layers that are not packed, beside packed ones: windows, chunks, linear attention, SSM and convolutions."""
+"""Unpacked layers in models with packed ones: windows, chunks, linear attention, SSM and convolutions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_refused_crop_changes_no_state_and_reset_empties_it(family):
 @pytest.mark.parametrize("tokens", [0, 1, 30])
 @pytest.mark.parametrize("family", ["gemma2", *STATES])
 def test_an_interrupted_call_has_never_been(family, tokens, error):
-    """States that are the model's own are put back as packed layers are; `tokens` came before."""
+    """Unpacked states are restored like packed layers. `tokens` were read before."""
     model = patched(tiny(family))
     cache, twin = (QAttnCache.for_model(model) for _ in range(2))
     for each in (cache, twin) if tokens else ():

@@ -1,4 +1,5 @@
-"""Warnings that a patch gives once: codes that no token reads, layers without kernels, steps that are not captured."""
+"""Warnings that a patch gives once: codes that no token reads, layers without kernels, steps that cannot be
+captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes that choose otherwise for some layers: what holds where, what is refused, and that caches run with them."""
+"""Recipes with different settings for some layers: scope, refusals, and caches that run with them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_settings_of_a_part_are_found_by_their_names():
 
 
 def test_layers_alone_are_what_they_are_in_a_uniform_recipe():
-    """A layer's state depends on its own settings and input only: the first layer's is that of a uniform recipe."""
+    """A layer's state depends only on its settings and input: the first layer's equals that of a uniform recipe."""
     ids = random_ids(2, 150)
     states = []
     for settings in (MIXED, {"v_bits": 2, "softmax": "sas", "k_bits": "mixed", "k_low_heads": [[1], [1], [1]]}):

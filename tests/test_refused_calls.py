@@ -1,4 +1,4 @@
-"""Calls that are refused: one clear message of our own, and the model and its cache are as they were."""
+"""Refused calls: each gets one clear message, and the model and its cache are unchanged."""
 
 from __future__ import annotations
 

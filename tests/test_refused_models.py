@@ -1,4 +1,4 @@
-"""Models that are refused: one clear message of our own, and everything is as it was."""
+"""Refused models: each gets one clear message, and nothing changes."""
 
 from __future__ import annotations
 

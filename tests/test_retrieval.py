@@ -1,4 +1,4 @@
-"""Retrieval: prompts, which values an answer has, and what caches lose of them."""
+"""Retrieval: prompts, values found in an answer, and the loss of caches."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 
 def answers(model: PreTrainedModel, cache: QAttnCache | None, rows: int = 2) -> torch.Tensor:
-    """Logits of what `generate` writes to a question behind the prefix."""
+    """Return the logits of the answer that `generate` gives to a question after the prefix."""
     ids = torch.cat([PREFIX, QUESTION], 1)[:rows]
     out = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **GREEDY)
     return torch.stack(out.logits)

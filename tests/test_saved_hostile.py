@@ -1,8 +1,7 @@
-"""Files that lie: whatever a saved cache says, loading it is an error in words, or gives a cache that computes.
+"""Hostile cache files: loading one gives a clear error, or a cache that computes.
 
-Digests in these files fit, since whoever writes a file writes its digests too. A lie that kernels believed would end
-the interpreter by a signal, so each run is made in a process of its own. `QATTN_FILES=2000` plays that many lies of
-each kind.
+The digests in these files are valid, because an attacker writes them as well. A wrong number that kernels trusted would
+crash the interpreter, so each run has a separate process. `QATTN_FILES=2000` tries that number of changes of each kind.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def honest(kind: str, folder: Path) -> Honest:
 
 
 def contained(run: Callable[[Callable[[str], Any]], Any], folder: Path) -> None:
-    """Run in a process of its own, which a signal may end; `run` is given what notes the example that it plays."""
+    """Run in a separate process, which may crash. `run` receives a function that notes its current example."""
     said = folder / "said"
     if (child := os.fork()) == 0:  # no thread of the parent is needed: torch computes by one here
         try:

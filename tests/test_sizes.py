@@ -1,4 +1,4 @@
-"""Sizes: spelled alike in recipes, in Python and in commands, and never taken for so many bytes by a slip."""
+"""Sizes have one spelling in recipes, Python and commands, and a missing unit is never read as bytes by mistake."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_auto_goes_by_bytes(window, packs):
     ],
 )
 def test_windows_lose_nothing_by_default(settings, changes, why):
-    """In the packed cache where a GPU's steps are captured so, else they are the model's own."""
+    """Windows are in the packed cache if a GPU's steps are captured with them, and unpacked otherwise."""
     config = gemma3(sliding_window=512, **changes)
     recipe = find_recipe(settings, None, {})
     *windows, full = recipe.layer_specs(config, "cuda")
@@ -154,7 +154,10 @@ def test_windows_that_cannot_be_packed():
 @pytest.mark.filterwarnings("ignore:nothing is packed")
 @pytest.mark.parametrize("family", ["mistral", "llama4_text"])
 def test_unquantized_windows_lose_nothing(family):
-    """Whatever the method, and with sinks, which packed windows refuse; the report says that they are not packed."""
+    """This holds for any method, also with sinks, which packed windows refuse.
+
+    The report says that the windows are not packed.
+    """
     stock, windows = tiny(family), [True, family == "mistral"]
     want = stock.generate(IDS, **GREEDY)
     for method, settings in (("none", {}), ("turbo", {"bits": 2, "sink_num": 4})):
@@ -234,7 +237,7 @@ def test_steps_are_captured_once(fake, sliding):
 
 
 def test_kernels_of_a_window_are_compiled_ahead():
-    """Those of calls of such a layer: they are compiled for a window."""
+    """Calls of such a layer have kernels that are compiled for a window."""
     spec = dataclasses.replace(patched(tiny("mistral"), "turbo")._qattn.specs[0], impl="triton")
     shape = LayerShape(spec, 4, 2, 64, torch.bfloat16, torch.device("cpu"), window=WINDOW)
     sizes = [x for one in launches(shape) for x in (*one.arguments, *one.options.values())]

@@ -1,4 +1,4 @@
-"""Layers stacked in one packed layer say what each says in a packed layer of its own."""
+"""Layers stacked in one packed layer give the results of separate packed layers."""
 
 from __future__ import annotations
 
