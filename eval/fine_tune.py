@@ -181,7 +181,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="end after so many, for a trial")
+    parser.add_argument("--steps", type=int, help="end after this number of steps, for a trial")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="tools: that make rows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)

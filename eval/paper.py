@@ -63,7 +63,7 @@ def prepared(about: About, options: argparse.Namespace) -> Run | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="A table or figure of a paper, its figures beside ours.")
+    made = argparse.ArgumentParser(description="A table or figure of a paper, next to our figures.")
     made.add_argument("name", help="of a table, or list")
     made.add_argument("--model", help="folder, hub name, or demo; by default the paper's")
     made.add_argument("--text", type=Path, help="what is read; made sums and lists by default")

@@ -111,7 +111,7 @@ def measure(folder: Path, path: Path, device: str, rows: int, given: list[str] |
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="KL of mixed recipes beside their parents.")
+    parser = argparse.ArgumentParser(description="KL of mixed recipes compared with their parents.")
     parser.add_argument("folder", type=Path, help="with check/yardstick.py, models/ and data/")
     parser.add_argument("--pair", action="append", help="RECIPE/PARENT, each a name or method:key=value,...")
     parser.add_argument("--rows", type=int, default=32, help="rows of text")

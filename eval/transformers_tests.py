@@ -28,8 +28,8 @@ METHODS = ("none", "int8", "turbo", "kivi")
 # Statements of tests that ask for what a packed cache is not meant to be, with the reason: no others may fail.
 BY_DESIGN = {
     "self.assertTrue(isinstance(decoder_cache, DynamicCache))": "asserts that the cache is a DynamicCache",
-    'self.assertTrue(hasattr(model, "_compiled_call"))': "asserts that a step was compiled, which beside the model's "
-    "own sliding layers runs eagerly; the report says why",
+    'self.assertTrue(hasattr(model, "_compiled_call"))': "asserts that a step was compiled, but unpacked sliding "
+    "layers make steps eager; the report says why",
 }
 
 

@@ -25,7 +25,7 @@ SHORT = {
     "the config has encoder": "encoder and decoder of different sizes",
     "no attention, so": "no attention",
     "cross attention": "cross attention",
-    "beyond causal": "masks of its own, beyond causal",
+    "beyond causal": "special masks, beyond causal",
 }
 OUTCOMES = ("passed", "refused", "failed")  # of transformers' own tests with a method
 KEYS = {"family", "test", "stock", "reason", "why"}  # the other keys of a row are methods, with the outcome

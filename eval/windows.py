@@ -61,7 +61,7 @@ def steps(method: str, heads: Heads, batch: int, context: int, window: int, devi
     windowed = WindowLayerSpec(**vars(spec), sliding_window=window)
     ways: list[tuple[str, QAttnLayer, int, int]] = [
         ("window", WindowLayer(windowed), context, window),
-        ("as many tokens", QAttnLayer(spec, window + 2 * STEPS), window, 0),
+        ("the window's tokens", QAttnLayer(spec, window + 2 * STEPS), window, 0),
         ("all tokens, masked", QAttnLayer(spec, context + 2 * STEPS), context, window),
     ]
     new, one = tokens_of(heads, batch, 1, device), torch.tensor([[0, 1]], dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
-if WORKER is not None:  # processes beside one another: with all cores each, they wait for one another
+if WORKER is not None:  # parallel processes would wait for each other if each used all cores
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
@@ -140,7 +140,7 @@ def is_case(value: Any) -> bool:
 
 @pytest.fixture(autouse=True)
 def kernels_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check that a test that runs kernels has the mark `gpu`, by which `eval/gpu_tests.py` selects tests."""
+    """Check that a test that runs kernels has the mark `gpu`, which `eval/gpu_tests.py` selects."""
     launches.clear()
     yield
     if launches and request.node.get_closest_marker("gpu") is None:

@@ -33,7 +33,7 @@ SAGE1: dict[str, Any] = {"granularity": "block", "smooth_q": "none", "pv": "mode
 COUNTERS = ("nonfinite", *(f"v_{name}" for name in SkipCounts._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are tested, see conftest.py
-# settings beside the variants of methods with which a row keeps what its first tokens fixed
+# more settings in which a row keeps what its first tokens fixed
 FIXED: list[Case] = [
     ("paper_turbo", {"buffer_scale": "universal"}),
     ("turbo", {"bits": "mixed", "smooth_k": True}),

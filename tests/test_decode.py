@@ -100,7 +100,7 @@ def test_the_next_call_replays_at_once(fake, model):
     try:
         first, where = model.generate(IDS, **GREEDY), addresses(model._qattn.last.cache)
         assert (fake.captured, fake.replayed) == (1, 10)
-        other = random_ids(2, 75, seed=5)  # as many blocks
+        other = random_ids(2, 75, seed=5)  # the same number of blocks
         second = model.generate(other, **GREEDY)
     finally:
         gc.enable()

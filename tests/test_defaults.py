@@ -47,7 +47,7 @@ DEFAULTS: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float16": lambda: default_dtype(torch.float16),
     "float64": lambda: default_dtype(torch.float64),
-    "meta": lambda: torch.device("meta"),  # a tensor without a device of its own cannot be computed with
+    "meta": lambda: torch.device("meta"),  # a tensor without an explicit device cannot be computed with
 }
 
 

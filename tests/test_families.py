@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-# what the config of a type needs beside `SIZES` to be as small
+# config values that a small model of a type needs in addition to `SIZES`
 SMALL: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
@@ -279,7 +279,7 @@ def test_commands_tell_what_a_family_changes(capsys: pytest.CaptureFixture):
     assert capsys.readouterr().err == ""
 
 
-# What they are for. Biases stand in channels of 64 that RoPE turns by less than a hundredth in 256 tokens, or never.
+# Their purpose. Biases are in channels of 64 that RoPE turns by less than a hundredth in 256 tokens, or never.
 
 CHANNELS = {"qwen2": [28, 30, 60, 63], "glm": [40, 50, 60, 63]}
 

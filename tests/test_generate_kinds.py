@@ -86,7 +86,7 @@ def test_draft_with_another_tokenizer():
     assert torch.equal(got, want)
 
 
-# Beams that transformers moved to repositories of their own
+# Beams that transformers moved to other repositories
 
 
 @pytest.mark.parametrize(

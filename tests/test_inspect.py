@@ -121,7 +121,7 @@ def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
     FigureCanvasAgg(figure).draw()
     for axes in figure.axes[: 2 if picture is heads else 4]:
         texts = [axes.get_xticklabels(), axes.get_yticklabels(), list(axes.texts)]
-        for labels in texts[:: 1 if picture is heads else 2]:  # of gaps the second axis has numbers of its own
+        for labels in texts[:: 1 if picture is heads else 2]:  # the second axis of gaps has separate numbers
             boxes = [label.get_window_extent() for label in labels]
             assert sum(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]) == 0
 

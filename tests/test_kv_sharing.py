@@ -29,7 +29,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 66, "do_sample": False}
 IDS = torch.randint(3, 90, (2, 80), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS)
 MASK[1, :11] = 0
-# prompts and steps; a prompt of which a window keeps the end, steps past a window's capacity, a prompt behind them
+# prompts and steps; a prompt longer than a window, steps past a window's capacity, a later prompt
 CALLS = (150, 1, 40, 3, 1, 300, 32, 100, 1)
 # what depends on queries is that of the last reader: sparse V's counters, and sinks that are chosen by attention
 OF_QUERIES = ("v_read", "v_skipped", "v_queries", "v_dropped", "v_worst")
@@ -137,7 +137,7 @@ def test_captured_steps(fake):
     how = {"impl": "reference", "family": False, "sliding": "packed"}
     want = patch(model, "turbo", decode="eager", **how).generate(IDS, attention_mask=MASK, **GREEDY)
     patch(model, "turbo", **how)
-    for _ in range(2):  # the second cache takes the first one's memory, with its steps
+    for _ in range(2):  # the second cache takes the memory and the steps of the first
         assert torch.equal(model.generate(IDS, attention_mask=MASK, **GREEDY), want)
         assert path(model) == ("graph", None)
     assert fake.captured == 1 and fake.replayed > GREEDY["max_new_tokens"]

@@ -301,7 +301,7 @@ def test_assisted_generation_equals_greedy(patched):
         if patched in who:
             patch(one, "none")
     assert torch.equal(model.generate(ids, assistant_model=small, **GREEDY), want)
-    small = copy.deepcopy(model)  # its drafts are right, so many are taken
+    small = copy.deepcopy(model)  # its drafts are right, so most are accepted
     assert torch.equal(model.generate(ids, assistant_model=small, **GREEDY), want)
 
 

@@ -23,7 +23,7 @@ from qattn_kernels.layer.support import unsupported
 LONG = random_ids(1, 70)
 FEW: dict[str, Any] = dict(do_sample=False, max_new_tokens=3)
 UNREAD = "equals full precision and shows no loss"
-# methods whose prompts attend in the model's precision; `test_the_warning_is_true` asks whether that holds
+# methods whose prompts attend to unquantized tokens, as `test_the_warning_is_true` checks
 EXACT_PROMPTS = ["kivi", "nf4", "sinkq", "turboquant"]
 
 

@@ -83,7 +83,7 @@ def test_activations_are_what_a_prompt_allocates(rows, tokens):
         live = LiveMemory()
         activations.run(shadow, layers, tokens, 0, live)
     predicted = live.peak - sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
-    assert predicted == pytest.approx(measured, rel=0.02)  # a CPU's attention has working memory of its own
+    assert predicted == pytest.approx(measured, rel=0.02)  # attention on a CPU needs additional working memory
 
 
 @pytest.mark.gpu

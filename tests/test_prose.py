@@ -42,15 +42,16 @@ RULES = {re.compile(pattern, re.MULTILINE): better for pattern, better in WORDS.
 MADE = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
 CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LONGEST = 40  # words of a sentence on a page; lists of names need about that many
-# Texts that are read as test data: stories and prompts.
-LEFT = {"qattn_hf/cli/_prompts.py", "qattn_hf/choosing/text.py", "qattn_hf/assets/demo_tasks.py"}
+# This list, and texts that models read: stories and prompts.
+LEFT = {"tests/test_prose.py", "qattn_hf/cli/_prompts.py", "qattn_hf/choosing/text.py", "qattn_hf/assets/demo_tasks.py"}
+FOLDERS = ("qattn_hf", "kernels", "eval", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 
 
 def asked() -> Iterator[Path]:
     """The files that the list holds for."""
     pages = [*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.ipynb")]
-    modules = [*(ROOT / "qattn_hf").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     return (path for path in sorted(pages + modules) if path.relative_to(ROOT).as_posix() not in LEFT)
 
 

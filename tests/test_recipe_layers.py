@@ -48,7 +48,7 @@ def test_what_holds_in_a_layer():
     assert recipe.settings_of(2).group_size == 128 and recipe.settings_of(2).residual_length == 128
     assert {recipe.settings_of(i).softmax for i in range(3)} == {"sas"}
     assert {recipe.settings_of(i).impl for i in range(3)} == {"reference"}
-    changed = find_recipe(None, recipe, {"v_bits": 4})  # an override moves the layers that stand on it too
+    changed = find_recipe(None, recipe, {"v_bits": 4})  # an override moves the layers that build on it as well
     assert changed.settings_of(0).v_bits == 4 and changed.settings_of(2).bits == 4
 
 

@@ -43,8 +43,8 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
     "kivi": lambda: patch(tiny_llama(), "kivi", **REF),
     "sinks": lambda: patch(tiny_llama(), "sinkq", **REF),
     "packed window": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="packed", **REF),
-    "window of the model's own": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="model", **REF),
-    "states of the model's own": lambda: patch(tiny("falcon_h1"), "turbo", family=False, **REF),
+    "unpacked window": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="model", **REF),
+    "unpacked states": lambda: patch(tiny("falcon_h1"), "turbo", family=False, **REF),
     "kernels": lambda: patch(tiny_llama(head_dim=64, num_hidden_layers=1), "turbo", impl="triton"),
 }
 
@@ -143,7 +143,7 @@ def test_numbers_of_a_state_that_lie_to_kernels(tmp_path: Path):
 
 
 def lie_about_states(file: Honest, folder: Path) -> None:
-    places = []  # of each number by which something is found
+    places = []  # of each number that locates something
     for i, row in enumerate(file.header["layers"]):
         if "geometry" in row:
             layout = Layout(geometry_of(row), decode_spec(row["spec"]))
@@ -213,7 +213,7 @@ def changed(header: Any, place: tuple, value: Any, how: str) -> Any:
     return header
 
 
-@pytest.mark.parametrize("kind", ["turbo", "window of the model's own", "states of the model's own"])
+@pytest.mark.parametrize("kind", ["turbo", "unpacked window", "unpacked states"])
 def test_headers_of_other_types_and_bounds(kind: str, tmp_path: Path):
     file = honest(kind, tmp_path)
     places = [place for place in fields(file.header) if "config" not in place]
@@ -262,7 +262,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["turbo", "window of the model's own", "states of the model's own"])
+@pytest.mark.parametrize("kind", ["turbo", "unpacked window", "unpacked states"])
 def test_tensors_of_other_shapes(kind: str, tmp_path: Path):
     file = honest(kind, tmp_path)
 
@@ -274,7 +274,7 @@ def test_tensors_of_other_shapes(kind: str, tmp_path: Path):
                     continue
                 say(f"{name} {shape}")
                 file.write(copy.deepcopy(file.header), tensors)
-                states = "states" in name  # whose channels the model's own code judges
+                states = "states" in name  # the model's code checks their channels
                 with pytest.raises((QAttnError, RuntimeError, ValueError) if states else QAttnError):
                     assert file.read() == "refused"
                     raise QAttnError

@@ -101,7 +101,7 @@ def test_auto_goes_by_bytes(window, packs):
     ("settings", "changes", "why"),
     [
         ("turbo", {}, None),
-        ("sinkq", {}, None),  # whose pool is beside windows, not in them
+        ("sinkq", {}, None),  # its pool is in other layers than windows
         ("turbo:decode=eager", {}, "steps are eager with decode='eager'"),
         ("turbo:memory=1GiB", {}, "memory does not support packed windows"),
         ("turbo:impl=reference", {}, "kernels do not compute all layers"),

@@ -160,9 +160,7 @@ def rows(lengths: Sequence[int], queries: int = QUERIES) -> Iterator[dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Tables 1 and 2 of INT-FlashAttention, the paper's figures beside ours."
-    )
+    parser = argparse.ArgumentParser(description="Tables 1 and 2 of INT-FlashAttention, next to our figures.")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help=f"some of {LENGTHS}, comma between")
     options = parser.parse_args(arguments)
     lengths = [int(length) for length in options.lengths.split(",")]

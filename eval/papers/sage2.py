@@ -251,7 +251,7 @@ def rows(source: str, layers: list[Layer], causal: bool) -> Iterator[tuple[dict[
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="SageAttention2's accuracy tables, the paper's figures beside ours.")
+    parser = argparse.ArgumentParser(description="SageAttention2's accuracy tables, next to our figures.")
     parser.add_argument("--model", type=Path, action="append", help="folder of a model; the demo model by default")
     parser.add_argument("--text", type=Path, help="whose beginning it reads; sums by default")
     options = parser.parse_args(arguments)

@@ -65,7 +65,7 @@ def broken(rows: list[Row]) -> list[str]:
 
 
 def changed(rows: list[Row]) -> list[str]:
-    """Where two-bit values under keys in model precision change an answer."""
+    """Return the rows where 2-bit values with unquantized keys change an answer."""
     free = "model/turbo2"
     return [
         f"{source}: {free} has a same top-1 of {same[free]:.4g} and a KL of {column(rows, source, 'kl')[free]:.4g}"

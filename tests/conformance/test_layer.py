@@ -96,7 +96,7 @@ def test_crop_of_the_first_block_leaves_no_trace(row_case: Case):
     feed(cropped, *(3 * x for x in random_qkv(2, 40, seed=9)), [8, 40])
     assert not cropped.spec.k.windowed or (cropped.state["closed"] > 0).all()
     cropped.crop(-40)
-    rings = ("ring", "ring_scale", "clamped")  # slots behind the row's end hold anything, and events are counted
+    rings = ("ring", "ring_scale", "clamped")  # slots past the row's end are undefined, and events are counted
     fixed = [n for n, spec in cropped.tensor_specs().items() if n[:2] in ("k.", "v.") and spec.block_dim is None]
     fixed = [n for n in fixed if n[2:] not in rings]
     assert [n for n in fixed if not torch.equal(cropped.state[n], never.state[n])] == []

@@ -2,7 +2,7 @@
 
 Rows are types, with windows left to the model, packed (`-packed`) or unquantized in the packed cache (`-unquantized`),
 and a model with an image in its prompt. Columns are tests. `none` must give the stock model's results. `int8` must give
-the results of its own run without splits, moves or copies. `REFUSED` has the refusals of a row with their words. The
+the results of a run without splits, moves or copies. `REFUSED` has the refusals of a row with their words. The
 reference computes everything, and the last test compares kernels with it.
 """
 
@@ -244,7 +244,7 @@ def test_beams(row: Row, method: str):
 @methods
 @rows
 def test_lookup(row: Row, method: str):
-    """Drafts from a repetitive prompt, most of which are rejected."""
+    """Drafts from a repetitive prompt. Most are rejected."""
     model, inputs, calls = row.patched(method), row.prompt((0,)), list[int]()
     again = [inputs["input_ids"], *[inputs["input_ids"][:, 25:40]] * 4]
     inputs["input_ids"] = torch.cat(again, 1)
@@ -354,8 +354,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**OF_KERNELS, "mamba_n_heads": 16},
     "deepseek_v3": {},
 }
-# In the interpreter, which is slow, one row of each kind: own windows beside packed layers, packed ones with learned
-# sinks, chunks, linear attention in layers of its own and beside attention, latents, and an image.
+# The interpreter is slow, so one row of each kind: unpacked windows, packed windows with learned sinks, chunks, linear
+# attention in separate layers and together with attention, latents, and an image.
 KINDS = ["gemma2", "gpt_oss-packed", "llama4_text", "qwen3_next", "falcon_h1", "deepseek_v3", VISION]
 
 

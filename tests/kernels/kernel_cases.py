@@ -38,7 +38,7 @@ SMOOTHED: list[Case] = [
     ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
     ("turbo", {"smooth_k": True}),
 ]
-BY_CHANNELS: list[Case] = [  # groups of channels, or several arrangements of them: each head dim is a case of its own
+BY_CHANNELS: list[Case] = [  # groups of channels, in several arrangements: each head dim is a separate case
     ("turboquant", {}),
     ("turboquant", {"k_format": "turbo3", "v_format": "turbo2", "norm_block": None}),
     ("int_flash", {}),

@@ -151,7 +151,7 @@ UNIVERSAL = ("paper_turbo", {"buffer_scale": "universal"})
 def test_universal_scale_comes_from_the_first_call(side: str):
     q, k, v = random_qkv(2, 200)
     x = {"k": k, "v": v}[side]
-    x[:, :, 100] *= 3  # behind the first block
+    x[:, :, 100] *= 3  # after the first block
     layer = make_layer(UNIVERSAL)
     feed(layer, q, k, v, [150])
     scale = x[:, :, :150].abs().amax((2, 3)) / 119

@@ -205,7 +205,7 @@ DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
     DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in BY_CHANNELS]
     DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]
-    DIMS_OF += [(INT8, 64, 71)]  # as many query heads as a model with one KV head has
+    DIMS_OF += [(INT8, 64, 71)]  # the query heads of a model with one KV head
 
 
 @pytest.mark.parametrize(("case", "dim", "group"), DIMS_OF, ids=lambda x: str(x) if isinstance(x, int) else case_id(x))
@@ -296,7 +296,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
 LENGTHS = [1, 2, 31, 63, 64, 65, 129]
 if ON_GPU:
     POINTS = [(case, kind, n) for case in FORMATS for kind in ("normal", "peaked", "outlier") for n in (*LENGTHS, 4096)]
-else:  # every length with and without open tokens, every format over open tokens alone, and behind two blocks
+else:  # every length with and without open tokens, every format over open tokens alone, and after two blocks
     POINTS = [(case, "normal", n) for case in (TURBO, INT8) for n in LENGTHS]
     POINTS += [(case, *point) for case in FORMATS for point in (("outlier", 31), ("peaked", 129))]
 

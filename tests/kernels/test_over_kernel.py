@@ -93,7 +93,7 @@ def test_kernels_against_fp64(settings, scores):
     held = [torch.full((2, capacity, 2, 64), 1e4, device=DEVICE).transpose(1, 2) for _ in "kv"]
     for cache, x in zip(held, (k, v), strict=True):
         cache[:, :, :150] = x
-    mask = torch.nn.functional.pad(key_mask, (0, capacity - 150), value=True)  # and no token behind the new ones
+    mask = torch.nn.functional.pad(key_mask, (0, capacity - 150), value=True)  # and no token after the new ones
     held[0][:, :, 130:], held[1][:, :, 130:] = 1e4, -1e4
     want = exact(q, k, v, key_mask, offset, scores)
     plain = attend_over(q, k, v, key_mask, offset, spec_of(**settings), scores)

@@ -84,7 +84,7 @@ def test_what_differs_in_more_than_addresses_has_a_plan_of_its_own(computed: lis
     call(layer, 1, 3)
     layer.batch_select_indices([0, 1])
     call(layer, 1, 4)
-    assert len(computed) == 3  # the last one has an arena of its own, and the same shapes
+    assert len(computed) == 3  # the last one has another arena with the same shapes
 
 
 def test_inputs_that_share_memory_are_never_planned(computed: list[int]):
