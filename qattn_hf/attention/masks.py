@@ -33,7 +33,7 @@ _pending: weakref.WeakKeyDictionary[Cache, Pending] = weakref.WeakKeyDictionary(
 def mask_facts(attention_mask: torch.Tensor, cached: int | torch.Tensor) -> torch.Tensor:
     """Return int64 `[2]` on the mask's device: the columns that the cache holds, and a row index.
 
-    The index is that of the first row of the mask `[B, S]` with zeros between real tokens; -1 if there is none.
+    The index is the first row of the mask `[B, S]` with zeros between real tokens; -1 if there is none.
     """
     real = attention_mask.bool()
     holes = (real[:, :1].int().sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)) > 1

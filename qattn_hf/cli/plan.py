@@ -33,9 +33,7 @@ DEFAULT = ("int8", "sage2", "turbo", "turboquant", "kivi", "sinkq")
 
 def plan(
     model: ModelArgument = None,
-    gpu_memory: Annotated[
-        int | None, size_option("--gpu-memory", "Memory of the GPU", "that of this machine's GPU")
-    ] = None,
+    gpu_memory: Annotated[int | None, size_option("--gpu-memory", "Memory of the GPU", "this machine's GPU")] = None,
     method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     context: Annotated[
         list[int] | None,
@@ -53,7 +51,7 @@ def plan(
             "--prefill-chunk-size",
             min=1,
             help="Tokens in a call of generate that reads a prompt into a packed cache.",
-            show_default="that of generate",
+            show_default="as in generate",
         ),
     ] = None,
     weights: WeightsOption = None,

@@ -1,7 +1,7 @@
 """Simulate PyTorch's caching allocator without a GPU: the memory it takes from CUDA for a sequence of tensors.
 
 This is more than the tensors alive at once. Tensors lie in segments, and the free gaps between them may be too small
-for the next tensor. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings, on one stream,
+for the next tensor. The rules follow `c10/cuda/CUDACachingAllocator.cpp` with default settings, on one stream,
 without `expandable_segments`.
 """
 

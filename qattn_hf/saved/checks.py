@@ -181,7 +181,7 @@ def _check_own(
             raise unusable(path, f"{name} of {where} is {_shape(x)}")
     for states in ("conv_states", "recurrent_states"):
         if f"is_{states}_initialized" in host and not _agree(states, host, held):
-            raise unusable(path, f"{states} of {where} are not those of its attributes")
+            raise unusable(path, f"{states} of {where} do not match its attributes")
 
 
 def _has_state(layer: Any, name: str) -> bool:

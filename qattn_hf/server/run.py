@@ -117,7 +117,7 @@ def loaded(recipe: Recipe, options: Options) -> Service:
 
 
 def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: those of the generation config, else the tokenizer's."""
+    """Return the ids that end an answer, from the generation config or else the tokenizer."""
     found = model.generation_config.eos_token_id
     found = tokenizer.eos_token_id if found is None else found
     return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -46,7 +46,7 @@ def test_a_gpu_that_was_not_measured_is_named_once(caplog: pytest.LogCaptureFixt
         found = tuned_for("NVIDIA T4 of a test")
     assert found == tuned_for(DEFAULT)
     assert caplog.messages == [
-        f"launch configurations were not measured on NVIDIA T4 of a test: those of {DEFAULT} are used"
+        f"no launch configurations were measured on NVIDIA T4 of a test: using those for {DEFAULT}"
     ]
 
 

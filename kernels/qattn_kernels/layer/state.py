@@ -54,7 +54,7 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     """Return all state tensors of a layer by name, in the order in which operators take them.
 
-    `k.equalizer` `[2, Hkv, D]`: factors of key channels before rotation, then those of query channels."""
+    `k.equalizer` `[2, Hkv, D]`: factors of key channels before rotation, then factors of query channels."""
     tensors = row_tensors(geo, spec)
     for side, fmt, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
         found = fmt.tensors(geo, spec.window, dim)

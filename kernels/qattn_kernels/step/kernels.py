@@ -32,7 +32,7 @@ def fused_step(
     """Write new tokens, pack full blocks and attend, in kernels.
 
     Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode). Longer calls
-    attend to their own tokens as the method's prefill does. Arguments and results are those of `step.operator.attend`.
+    attend to their own tokens as the method's prefill does. Arguments and results are as in `step.operator.attend`.
     `table`: page table of a short call over a page pool, as in `step.paged.attend_pages`."""
     if query.shape[2] <= SHORT_CALL:
         call = rotate.inside(make_call(query, key, value, span, state, spec, scores, table))

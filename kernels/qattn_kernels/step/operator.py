@@ -99,7 +99,7 @@ def attend_directly(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` without PyTorch's dispatcher, which costs the host some microseconds per layer.
 
-    Arguments, results and errors are those of `attend`; `scores` bundles four of them."""
+    Arguments, results and errors are as in `attend`; `scores` bundles four of them."""
     if torch.is_grad_enabled():  # no gradients here, and state must never require one
         with torch.no_grad():
             return attend_directly(query, key, value, span, arena, layout, blocks, scores, past)

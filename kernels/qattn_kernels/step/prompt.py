@@ -68,7 +68,7 @@ def attend_prompt(
     spec: LayerSpec,
     scores: Scores,
 ) -> torch.Tensor:
-    """Write a prompt and attend. Requires `by_sdpa`; arguments are those of `step.reference.reference_step`.
+    """Write a prompt and attend. Requires `by_sdpa`; arguments are as in `step.reference.reference_step`.
 
     Returns:
         `[B, Hq, T, D]` in the query's dtype.

@@ -90,7 +90,7 @@ def tuned_for(gpu: str) -> Tuned:
     """Return the table of a GPU, or of `DEFAULT` if the GPU has none. The fallback is logged once."""
     found = read(gpu)
     if found is None:
-        log.warning("launch configurations were not measured on %s: those of %s are used", gpu, DEFAULT)
+        log.warning("no launch configurations were measured on %s: using those for %s", gpu, DEFAULT)
         found = read(DEFAULT)
         assert found is not None
     return found

@@ -242,7 +242,7 @@ def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, 
                          C: tl.constexpr):  # fmt: skip
     """Program (row, queries, split): attends to one split of the context for `Q` queries.
 
-    Queries are in the order of tokens, then heads. Splits and arguments are those of
+    Queries are in the order of tokens, then heads. Splits and arguments are as in
     `ops.decode.kernel.decode_kernel` with one KV head. `F`: the `Forms`."""
     b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, splits = load_row(ROWS, b), tl.num_programs(2)

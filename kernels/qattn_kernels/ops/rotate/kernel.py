@@ -1,6 +1,6 @@
 """The rotation in Triton, for whole tensors or inside the kernels of a short call.
 
-Its results equal those of `reference.py` bit for bit.
+Its results equal `reference.py` bit for bit.
 """
 
 from __future__ import annotations

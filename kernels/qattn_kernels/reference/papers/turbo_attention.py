@@ -117,7 +117,7 @@ def quantize(X: torch.Tensor) -> Int8:
 
 
 def first_stage(X: Int8) -> Int8:
-    """A full block `[B_c, d]` with one scale, that of its largest token."""
+    """A full block `[B_c, d]` with one scale, the largest of its tokens."""
     s = X.s.amax()
     return Int8(torch.round(X.q1 * (X.s / s)[:, None]), s.expand(len(X.s)))
 
