@@ -199,7 +199,7 @@ class Report:
         """What a filled cache holds, a sentence a line; `own`: rows of the layers that are not packed."""
         yield (
             f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
-            f"a {'packed ' if own else ''}layer; in model precision {size(data['kv_bytes_full_precision'])}"
+            f"per {'packed ' if own else ''}layer; unquantized they take {size(data['kv_bytes_full_precision'])}"
         )
         yield (
             f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
@@ -208,13 +208,13 @@ class Report:
         )
         if data["unread"]:
             yield (
-                "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
-                "method measures what it loses"
+                "no token has read a code yet, so outputs so far equal full precision. `qattn compare` with this "
+                "method measures the loss"
             )
         if own:
             yield (
-                f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
-                f"{size(sum(row['bytes'] for row in own))} in its precision"
+                f"{len(own)} of {len(self.layers)} layers are not packed and take "
+                f"{size(sum(row['bytes'] for row in own))} in the model's dtype"
             )
         if data["skip_rate"] is not None:
             yield (
@@ -291,8 +291,8 @@ def _by_bits(side: str, tokens: dict[int, int]) -> str:
 
 def _notes(row: dict[str, Any]) -> str:
     unquantized = "" if row.get("quantized", True) else ", unquantized"
-    notes = [row["own"] if row["kind"] == "dummy" else f"the model's own: {row['own']}"] if "own" in row else []
-    notes += [f"not packed: {row['why']}"] if row.get("why") else []
+    why = f" ({row['why']})" if row.get("why") else ""
+    notes = [row["own"] if row["kind"] == "dummy" else f"not packed: {row['own']}{why}"] if "own" in row else []
     notes += [f"{WINDOWED[row['kind']]} of {row['window']}{unquantized}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]

@@ -182,7 +182,7 @@ def show(result: Check, name: str, memory: int | None) -> None:
 def weights_line(result: Check) -> str:
     """`14.2 GiB in bfloat16`, or why the weights are not counted."""
     if result.weight_bytes is None:
-        why = "a config does not say their bytes"
+        why = "the config does not give their size"
         return f"quantized ({result.quantization}), not counted, since {why}. Fix: type --weights 16GiB"
     return size(result.weight_bytes) + (f" in {result.dtype}" if result.quantization is None else "")
 
@@ -192,7 +192,7 @@ def print_layers(result: Check) -> None:
     from qattn_hf.model.layer_kinds import WINDOWED
 
     if result.layers and all("own" in row for row in result.layers):
-        print("nothing is packed: every layer is the model's own")
+        print("nothing is packed: every layer stays in transformers' own cache")
     if not result.layers:
         print("nothing is packed: keys and values are in transformers' own cache")
     for _, group in itertools.groupby(result.layers, key=_alike):
@@ -204,7 +204,7 @@ def print_layers(result: Check) -> None:
         if "own" in row:
             held = "a state that is not counted" if row["bytes"] is None else size(row["bytes"])
             because = f" ({row['why']})" if row.get("why") else ""
-            print(f"  layers {first}-{last}: not packed, the model's own {row['own']}, {held}{because}")
+            print(f"  layers {first}-{last}: not packed, {row['own']}, {held}{because}")
             continue
         why = f" ({row['no_kernels']})" if row["no_kernels"] else ""
         if row.get("window"):

@@ -107,8 +107,9 @@ def _warn_of_slow_ways(patched: Patched) -> None:
 def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
     """Warn if the method packs no layer."""
     if not any(map(of_method, specs)):
-        where = "unquantized" if any(isinstance(spec, LayerSpec) for spec in specs) else "the model's own"
-        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=3)
+        packed = any(isinstance(spec, LayerSpec) for spec in specs)
+        where = "is unquantized" if packed else "stays in transformers' own cache"
+        warnings.warn(f"nothing is packed: every layer {where}, with {specs[0]}", stacklevel=3)
 
 
 def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:
