@@ -24,6 +24,7 @@ from qattn_hf.methods import get_method
 from qattn_hf.model.layer_kinds import WindowLayerSpec
 from qattn_hf.model.selection import attending
 from qattn_hf.planning import activations
+from qattn_hf.planning.cards import CARDS
 from qattn_hf.planning.check import without_weights
 from qattn_hf.planning.live_memory import LiveMemory
 from qattn_hf.planning.plan import ROUNDING, Planner, _largest, _last
@@ -84,7 +85,7 @@ def test_activations_are_what_a_prompt_allocates(rows, tokens):
         live = LiveMemory()
         activations.run(shadow, layers, tokens, 0, live)
     predicted = live.peak - sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
-    assert predicted == pytest.approx(measured, rel=0.02)  # a CPU's attention has working memory of its own
+    assert predicted == pytest.approx(measured, rel=0.02)  # attention on a CPU needs additional working memory
 
 
 @pytest.mark.gpu
@@ -167,7 +168,7 @@ def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, 
     grown = [Layout(layer.geometry, layer.spec) for layer in layers if not isinstance(layer, WindowLayer)]
     assert (longer.cache > memory.cache) == bool(grown or tokens == 300)
     monkeypatch.undo()
-    with pytest.raises(UnsupportedError, match=r"sliding window of 20.*sliding='packed'.*qattn check"):
+    with pytest.raises(UnsupportedError, match=r"sliding window of 20.*sliding='packed'.*qattn doctor"):
         planner.way("int8:decode=eager")
     with pytest.raises(UnsupportedError, match="full attention is planned"):
         planner.way("full")
@@ -177,7 +178,7 @@ def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, 
 @pytest.mark.product("later prompt")
 @pytest.mark.parametrize(("tokens", "past"), [(500, 0), (200, 300), (1, 448)], ids=["prompt", "later prompt", "step"])
 def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
-    """Beyond the 448 tokens for which there is room: in a larger copy, or behind blocks that moved to the front."""
+    """The text exceeds the capacity of 448 tokens, so the layer grows or moves blocks to the front."""
     spec = get_method("int8")().last_layer_spec(1)
     spec = WindowLayerSpec(**(vars(spec) | {"impl": "triton"}), sliding_window=20)
     layer = WindowLayer(spec)
@@ -282,12 +283,12 @@ def test_the_last_that_fits_is_found_from_above(most, share):
 
 def test_what_cannot_be_planned():
     planner = Planner(config_of())
-    with pytest.raises(UnsupportedError, match="qattn check says why"):
+    with pytest.raises(UnsupportedError, match="qattn doctor says why"):
         planner.way("turbo:block_kv=32")
     with pytest.raises(UnsupportedError, match="packs nothing"):
         planner.way("sage2:cache=model")
     hybrid = Planner(tiny("qwen3_next").config)
-    with pytest.raises(UnsupportedError, match=r"linear attention or SSM.*qattn check counts"):
+    with pytest.raises(UnsupportedError, match=r"linear attention or SSM.*qattn doctor counts"):
         hybrid.way("turbo")
     with pytest.raises(UnsupportedError, match="latent attention"):
         Planner(tiny("deepseek_v3").config)
@@ -344,7 +345,7 @@ def test_the_command_prints_what_the_planner_says(qattn, folder):
     assert turbo["longest"] == {"2": planner.longest(800 * MIB, way, 2)}
     assert turbo["largest"] == {"1000": planner.largest(800 * MIB, way, 1000)}
     assert turbo["longest"]["2"] > full["longest"]["2"] > 0
-    assert refused["method"] == "turbo:block_kv=32" and "qattn check" in refused["not_planned"]
+    assert refused["method"] == "turbo:block_kv=32" and "qattn doctor" in refused["not_planned"]
     code, out, _ = qattn(*asked)
     assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:block_kv=32: " in out
 
@@ -359,13 +360,24 @@ def test_the_commands_errors(qattn, folder, monkeypatch):
     assert code == 2 and not out and "turbot" in err
 
 
+def test_a_card_has_its_memory_and_its_kernels(qattn, folder, monkeypatch):
+    """An FP8 product needs the kernels of a later card than the RTX 3090."""
+    monkeypatch.setattr(Planner, "longest", lambda *_: 64)
+    monkeypatch.setattr(Planner, "largest", lambda *_: 1)
+    asked = (folder, "--method", "sage2", "--json", "--gpu")
+    found = {card: json.loads(qattn(*asked, card)[1]) for card in ("rtx-3090", "l4")}
+    assert found["l4"]["gpu_memory"] == CARDS["l4"].memory_bytes < found["rtx-3090"]["gpu_memory"]
+    assert {card: "not_planned" in data["rows"][1] for card, data in found.items()} == {"rtx-3090": True, "l4": False}
+    assert json.loads(qattn(*asked, "l4", "--gpu-memory", "1GiB")[1])["gpu_memory"] == 2**30
+
+
 def test_a_model_of_which_nothing_is_planned_gets_the_reasons(qattn, tmp_path):
-    """Its windows stay the model's own in every way, full precision's among them."""
+    """Its windows stay unpacked for every method and in full precision."""
     tiny("gemma3_text", **OF_KERNELS["gemma3_text"]).config.save_pretrained(tmp_path)
     ways = "int8:decode=eager,turbo:decode=eager"
     asked = (str(tmp_path), "--gpu-memory", "1GiB", "--method", ways)
     code, out, err = qattn(*asked)
-    assert code == 1 and not out and err.count("qattn check") == 2
+    assert code == 1 and not out and err.count("qattn doctor") == 2
     assert "none of the methods can be planned" in err and "full: " in err and f"{ways.replace(',', ', ')}: " in err
     code, out, err = qattn(*asked, "--json")
     assert code == 1 and [row["method"] for row in json.loads(out)["rows"]] == ["full", *ways.split(",")] and err

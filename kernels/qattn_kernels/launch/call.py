@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
 from qattn_kernels.layer.scores import Scores
@@ -142,6 +143,8 @@ def make_call(step: Step) -> Call:
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
     if table is not None:
         sizes = sizes._replace(PAGED=True)
+    if (spec.k.core.fp8 or spec.v.core.fp8) and not chip_of(key.device).fp8:
+        sizes = sizes._replace(SHIFTS_FP8=True)
     pages = None if table is None else (table, state["block_len"].shape[1], state["dropped"].shape[2])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))

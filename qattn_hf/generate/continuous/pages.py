@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from qattn_hf.cache.report_rows import clamped_scales
 from qattn_kernels.formats.traits import MixedHeads
 from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
 from qattn_kernels.layer.scores import Scores
@@ -22,6 +23,7 @@ from qattn_kernels.step.states import crop
 
 # row positions that are fixed for whole blocks without open tokens
 LENGTHS = ("length", "open_start", "longest", "ring_from")
+COUNTED = 1024  # pages whose scales are counted at once
 RESERVED = 1  # pages that no request owns; unused entries of a batch's tables point to them
 
 
@@ -197,6 +199,15 @@ class PagedLayer:
         """Clear the masks of pages, int64 `[N]`. Masks of a sink pool are in the rows."""
         if "dropped" in self.pages:
             self.pages["dropped"].index_fill_(2, pages, 0)
+
+    def clamped_scales(self) -> int:
+        """Count the scales at the end of fp16's range in all pages, as their last requests left them."""
+        found, count = 0, self.pages["block_len"].shape[1]
+        for begin in range(0, count, COUNTED):
+            size = min(COUNTED, count - begin)
+            some = {name: x.narrow(self._paged[name].block_dim or 0, begin, size) for name, x in self.pages.items()}
+            found += clamped_scales(self.layout.spec, some)
+        return found
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy a request's row to another row. Pages are not copied."""
