@@ -27,7 +27,7 @@ class Diagnosis:
         machine: `machine.machine`.
         check: what `patch` would do with the model.
         kernels: for each kind of layer that kernels compute, its `layers` and their `kernels`
-            (`step.kernel_facts.kernels_of`).
+            (`step.tiles.uses`): name, warps, and tile of a prompt's attention.
         problems: a sentence for each thing that would not run. Empty: everything runs.
     """
 
@@ -76,7 +76,7 @@ def diagnose(
 
 def _kernels(model: str | Path, recipe: Recipe, device_type: str, dtype: torch.dtype | None) -> list[dict[str, Any]]:
     """Return `Diagnosis.kernels`."""
-    from qattn_kernels.step.kernel_facts import kernels_of  # loads Triton
+    from qattn_kernels.step.tiles import uses  # loads Triton
 
     config = AutoConfig.from_pretrained(model)
     if not recipe.settings.packs():
@@ -84,4 +84,16 @@ def _kernels(model: str | Path, recipe: Recipe, device_type: str, dtype: torch.d
     recipe = recipe.for_model(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     found = shapes(config, enumerate(recipe.layer_specs(config, device_type)), dtype, torch.device("meta"))
-    return [{"layers": layers, "kernels": kernels_of(shape)} for shape, layers in found.items()]
+    rows = []
+    for shape, layers in found.items():
+        kernels = uses(shape)
+        assert not isinstance(kernels, str), kernels  # `layer_specs` chose kernels for these layers
+        rows.append({"layers": layers, "kernels": [_facts(use) for use in kernels]})
+    return rows
+
+
+def _facts(use: Any) -> dict[str, Any]:
+    """Return a `step.tiles.Use` as a dict: `kernel` (its name), `warps`, and `tile` of a prompt's attention."""
+    tiles = use.tiles
+    tile = None if tiles is None else {"queries": tiles.queries, "tokens": tiles.bn, "stages": tiles.stages}
+    return {"kernel": use.kernel, "warps": use.warps, "tile": tile}
