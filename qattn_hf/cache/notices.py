@@ -154,7 +154,7 @@ class Notices:
 
     def of_configurations(self, reason: str) -> None:
         """Warn that kernels run with the launch configurations of another GPU."""
-        self.once("configurations", f"{reason}. Kernels give the same results, and may be slower than they could be")
+        self.once("configurations", f"{reason}, which may be slower. `qattn bench tiles` measures this GPU")
 
     def before_another(self) -> None:
         """Forget caches that compiled steps have read. Only the host's counts show it, and the next call may free a

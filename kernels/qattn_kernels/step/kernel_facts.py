@@ -1,4 +1,4 @@
-"""Facts about launches for people: the GPU whose launch configurations are used, and who launches."""
+"""Facts about the kernels of this GPU for people: on which GPU their tiles were measured, and who launches them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qattn_kernels.launch.tuned import tuned_for
 
 
 def measured_on() -> str:
-    """Return the name of the GPU whose launch configurations are used: the GPU in use, or the default."""
+    """Return the name of the GPU whose launch configurations are used: the GPU in use, or another one."""
     return tuned_for(chip_of(_device())).gpu
 
 
