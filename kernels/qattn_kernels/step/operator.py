@@ -6,6 +6,7 @@ in sequence."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ def attend_directly(
         return _fused(query, key, value, span, arena, where, layout, scores, past)
     state = views(arena, where) if state is None else state
     check_capacity(state, layer, span)
-    with torch.autocast(query.device.type, enabled=False):  # integer products sum exactly in fp32 only
+    autocast = torch.is_autocast_enabled(query.device.type)  # integer products sum exactly in fp32 only
+    with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
         out, lse = reference_step(query, key, value, span, state, layer, scores)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
