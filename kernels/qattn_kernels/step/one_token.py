@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from qattn_kernels.formats import Arrival, Format, Operand
 from qattn_kernels.formats.base import Codes, int8_tokens
@@ -236,8 +237,7 @@ def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Te
         bits = bits_to_bool(state["dropped"].narrow(2, 0, rows.closed + rows.open_blocks))
         if pool.num:
             gone = state["sink.born"] <= state["sink.written"]  # free places too
-            copies = torch.ones_like(gone)  # that fill up the tile
-            sinks = torch.cat([gone, *[copies] * (block // gone.shape[2] - 1)], 2).unflatten(2, (-1, block))
+            sinks = pad(gone, (0, -gone.shape[2] % block), value=True).unflatten(2, (-1, block))
             bits = torch.cat([bits.narrow(2, 0, rows.closed), sinks, bits.narrow(2, rows.closed, rows.open_blocks)], 2)
         s.masked_fill_(bits.unsqueeze(2), -torch.inf)
     s = s.flatten(3)
