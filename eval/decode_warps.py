@@ -47,7 +47,7 @@ def rows(
             name, settings = split_method(text)
             method = find_recipe(name, None, settings).settings
             for count in warps:
-                plan._plans.clear()  # which know the last number
+                plan.forget_plans()  # which know the last number
                 with patch.object(launch, "choose", lambda *sizes, n=count: chosen(*sizes)._replace(warps=n)):
                     figures = timing.attempt(partial(decode._packed, point, method, heads, device), ours=True)
                 yield {**shape, "way": text, "warps": count, **figures}

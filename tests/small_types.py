@@ -9,6 +9,8 @@ from models import build
 from small_configs import WINDOW
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from qattn_hf.recipes import sliding
+
 # layers that are packed whatever the setting `sliding` says
 PACKED: dict[str, list[bool]] = {
     "gemma2": [False, True],
@@ -41,3 +43,8 @@ def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
     model = build(model_type, 1, **{**CHANGES.get(model_type, {}), **changes})
     model.generation_config.eos_token_id = None
     return model
+
+
+def in_packed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep exact windows in the packed cache, as on a GPU whose steps are captured."""
+    monkeypatch.setattr(sliding, "why_stock", lambda *_: None)

@@ -39,7 +39,9 @@ STAY = {
     ),
 }
 # What `qattn_hf` may import of the kernels, as the docstring of `qattn_kernels` says.
-PUBLIC = re.compile(r"qattn_kernels\.(formats(\.traits|\.\w+\.reference)?|layout|layer\.\w+|step\.\w+|launch\.plan)")
+PUBLIC = re.compile(
+    r"qattn_kernels\.(formats(\.traits|\.\w+\.reference)?|chip|layout|layer\.\w+|step\.\w+|launch\.plan)"
+)
 
 
 def module_name(path: Path) -> str:

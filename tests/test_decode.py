@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 from qattn_hf import CapacityError, QAttnCache, patch, release, report, unpatch
 from qattn_hf.cache import pool
 from qattn_hf.generate.cuda_graph import graph
+from qattn_hf.generate.patched import Runner
 from qattn_hf.model._compat import CACHE
 
 
@@ -218,7 +219,7 @@ def test_moved_tensors_end_a_captured_step(fake, model, move):
         cache.batch_select_indices(torch.tensor([0]))
     out = steps(4)
     assert (fake.captured, fake.replayed) == (2, 6)
-    model._qattn.decode = "eager"
+    model._qattn.runner = Runner("eager")
     want = decode_steps(model, QAttnCache.for_model(model))(8)
     assert torch.equal(out.logits.argmax(-1), want.logits.argmax(-1)) and int(cache.get_seq_length()) == 108
 
@@ -237,7 +238,7 @@ def test_a_changed_model_is_captured_anew(fake, change):
     first = model.generate(IDS, **GREEDY)
     CHANGES[change](model)
     second = model.generate(IDS, **GREEDY)
-    model._qattn.decode = "eager"
+    model._qattn.runner = Runner("eager")
     assert torch.equal(second, model.generate(IDS, **GREEDY)) and not torch.equal(first, second)
     assert fake.captured == 2
 

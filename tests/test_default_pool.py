@@ -84,7 +84,7 @@ def test_windows_of_fewer_than_4_bits_are_warned_of(bits: Any, warns: bool):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         patch(small_types.tiny("gemma2"), "turbo", family=False, bits=bits, sliding="packed", crop_horizon=32)
-    assert [str(one.message) for one in found if "sliding='lossless'" in str(one.message)] != [] or not warns
+    assert [str(one.message) for one in found if "sliding='exact'" in str(one.message)] != [] or not warns
     assert warns or not any("fewer than" in str(one.message) for one in found)
 
 

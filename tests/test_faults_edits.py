@@ -76,7 +76,7 @@ def mistral(**settings: Any) -> Any:
 
 
 def of_type(name: str) -> Any:
-    return patch(tiny(name), "turbo", sliding="model", family=False)
+    return patch(tiny(name), "turbo", sliding="exact", family=False)
 
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -181,7 +181,7 @@ def test_a_cache_is_what_its_rows_are(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sliding", ["packed", "model"])
+@pytest.mark.parametrize("sliding", ["packed", "exact"])
 @pytest.mark.parametrize("case", [("turbo", {}), ("kivi", {"bits": 2})], ids=case_id)
 def test_windows_beside_full_attention(case, sliding, tmp_path):
     sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)

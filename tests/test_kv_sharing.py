@@ -90,7 +90,7 @@ def test_readers_of_a_window(case: Case):
     check_readers(layer, alone, others, random_qkv(2, sum(CALLS)))
 
 
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 @pytest.mark.parametrize("family", TYPES)
 def test_they_hold_nothing_and_give_the_stock_tokens(family: str, sliding: str):
     """The prompt may compute only the last token of these layers."""
@@ -103,11 +103,11 @@ def test_they_hold_nothing_and_give_the_stock_tokens(family: str, sliding: str):
     rows = report(model).to_dict()["layers"]
     assert [row["own"] for row in rows[4:]] == ["keys and values of layer 2", "keys and values of layer 3"]
     text = str(report(model))
-    assert "keys and values of layer 3" in text and ("layers are not packed" in text) == (sliding == "model")
+    assert "keys and values of layer 3" in text and ("layers are not packed" in text) == (sliding == "exact")
     assert torch.equal(unpatch(model).generate(IDS, attention_mask=MASK, **GREEDY), want)
 
 
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 def test_check_counts_what_is_packed_once(sliding: str):
     model = model_of("gemma4_text").to(torch.bfloat16)
     model.config.dtype = model.dtype
@@ -118,7 +118,7 @@ def test_check_counts_what_is_packed_once(sliding: str):
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 def test_a_reader_that_fails_leaves_the_call_before(sliding: str, tokens: int):
     model = patched("gemma3n_text", "turbo", sliding=sliding)
     cache = model(IDS).past_key_values

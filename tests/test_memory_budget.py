@@ -19,6 +19,7 @@ from transformers import CompileConfig
 
 from qattn_hf import CapacityError, QAttnCache, RecipeError, UnsupportedError, patch, report
 from qattn_hf.generate.cuda_graph import graph
+from qattn_hf.generate.patched import Runner
 from qattn_hf.layer import changes
 from qattn_hf.layer.budget_layer import BudgetLayer
 from qattn_hf.layer.layer import QAttnLayer
@@ -310,8 +311,7 @@ def test_captured_steps_end_where_bits_change(monkeypatch):
     monkeypatch.setattr(graph, "record", graphs.record)
     eager = patch(tiny_llama(), "turbo", memory=152_000, bits=2, decode="eager").generate(IDS, **GREEDY)
     model = as_on_a_gpu(patch(tiny_llama(), "turbo", memory=152_000, bits=2))
-    monkeypatch.setattr(model._qattn, "decode", "graph")
-    monkeypatch.setattr(model._qattn, "decode_reason", None)
+    monkeypatch.setattr(model._qattn, "runner", Runner("graph"))
     assert torch.equal(model.generate(IDS, **GREEDY), eager)
     layers = model._qattn.last.cache.layers
     assert graphs.captured > 1 and graphs.replayed > 150

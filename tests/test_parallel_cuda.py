@@ -44,7 +44,7 @@ def test_layers_on_other_gpus_than_the_current_one(case: Case):
     assert torch.equal(got.cpu(), want.cpu())
 
 
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 def test_a_layer_on_another_gpu_reads_keys_that_it_shares(sliding: str):
     from accelerate import dispatch_model
     from small_types import SHARED_KEYS, tiny

@@ -1,4 +1,4 @@
-"""Contexts beyond a model's positions: `qattn check` and `qattn plan` say so, with rope scaling counted."""
+"""Contexts beyond a model's positions: `qattn doctor` and `qattn plan` say so, with rope scaling counted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_commands_warn_beyond_the_positions(rope, qattn, tmp_path, monkeypat
     model, longest = (str(tmp_path), "--gpu-memory", "1GiB", "--method", "int8"), [64]
     for tokens in (positions, positions + 64):
         said = f"{tokens} tokens are more than the {positions} positions"
-        code, out = qattn("check", str(tmp_path), "--at-tokens", str(tokens))
+        code, out = qattn("doctor", str(tmp_path), "--at-tokens", str(tokens))
         assert code == 0 and (said in out) == (tokens > positions)
         for context, longest[0] in ((tokens, 64), (64, tokens)):
             code, out = qattn("plan", *model, "--context", str(context))

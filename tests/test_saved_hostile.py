@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
     "kivi": lambda: patch(tiny_llama(), "kivi", **REF),
     "sinks": lambda: patch(tiny_llama(), "sinkq", **REF),
     "packed window": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="packed", **REF),
-    "unpacked window": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="model", **REF),
+    "unpacked window": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="exact", **REF),
     "unpacked states": lambda: patch(tiny("falcon_h1"), "turbo", family=False, **REF),
     "kernels": lambda: patch(tiny_llama(head_dim=64, num_hidden_layers=1), "turbo", impl="triton"),
 }

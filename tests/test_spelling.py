@@ -14,7 +14,7 @@ from qattn_hf.recipes.spelling import split_method, split_methods
 MISSING = ("./missing",)  # found after the method was read
 COMMANDS = {
     "demo": MISSING,
-    "check": MISSING,
+    "doctor": MISSING,
     "plan": ("--gpu-memory", "24GiB", *MISSING),
     "generate": (*MISSING, "--prompt", "hi"),
     "cache report": MISSING,

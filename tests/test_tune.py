@@ -103,7 +103,7 @@ def test_a_trial_counts_what_readers_of_its_keys_lose():
     low = find_recipes(["turbo:bits=2"])["turbo:bits=2"].layer_specs(model.config)[3]
     (found,) = losses(model, [Trial(3, low)], reading)
     layers = {"3-5": {"method": "turbo", "bits": 2}}
-    recipe = find_recipe("none", None, {"sliding": "model", "layers": layers})
+    recipe = find_recipe("none", None, {"sliding": "exact", "layers": layers})
     figures = compare(model, {"only layer 3": recipe}, reading)[0]
     # without the reader it is a fifth; compare leaves out each row's last token
     assert found == pytest.approx(figures["kl"], rel=0.1)

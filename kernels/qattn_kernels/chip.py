@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,6 +37,11 @@ class Chip(NamedTuple):
     capability: tuple[int, int] = (9, 0)
 
     @property
+    def fp8(self) -> bool:
+        """Whether tensor cores multiply FP8, and instructions convert it."""
+        return self.capability >= (8, 9)
+
+    @property
     def wgmma(self) -> bool:
         """Whether tensor cores read both operands from shared memory, as on Hopper and data-centre Blackwell."""
         return self.capability[0] in (9, 10)
@@ -41,9 +49,33 @@ class Chip(NamedTuple):
 
 H200 = Chip(132, 233472)  # the interpreter uses it as well
 
+# KiB of shared memory that a program can have, by compute capability (CUDA C++ Programming Guide, technical
+# specifications)
+SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+_pretended: ContextVar[Chip | None] = ContextVar("_pretended", default=None)
+
+
+def chip_with(capability: int, multiprocessors: int = 60) -> Chip:
+    """Return a GPU of a compute capability in `SHARED`, as 10 * major + minor. It has the name of `DEFAULT`."""
+    block = SHARED[capability] * KIB
+    return Chip(multiprocessors, block + RESERVED, DEFAULT, block, divmod(capability, 10))
+
+
+@contextmanager
+def as_chip(chip: Chip) -> Iterator[None]:
+    """Context in which every device is `chip`: to choose launches, or to ask what has kernels, for another GPU."""
+    token = _pretended.set(chip)
+    try:
+        yield
+    finally:
+        _pretended.reset(token)
+
 
 def properties(device: torch.device) -> Chip:
     """Return the properties of `device`, without the limit of the environment."""
+    if (chip := _pretended.get()) is not None:
+        return chip
     if device.type != "cuda":
         return H200
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)

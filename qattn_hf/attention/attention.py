@@ -128,7 +128,7 @@ def refuse_arguments(
     if window is not None and kwargs.get("sliding_window") != window:
         raise UnsupportedError(
             f"this layer was packed for a sliding window of {window}, and the model's attention asks for "
-            f"{kwargs.get('sliding_window')}: patch with sliding='model'"
+            f"{kwargs.get('sliding_window')}: patch with sliding='exact' and decode='eager'"
         )
     for name, what in REFUSED.items():
         value = kwargs.get(name)

@@ -124,7 +124,7 @@ def check_observed(cache: Cache) -> None:
         UnsupportedError: its recipe packs sliding windows.
     """
     if packed_windows(cache):
-        raise UnsupportedError("packed sliding windows cannot be observed here: use sliding='model'")
+        raise UnsupportedError("packed sliding windows cannot be observed here: use sliding='exact'")
 
 
 @contextmanager

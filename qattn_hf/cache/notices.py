@@ -1,5 +1,5 @@
-"""Warnings that a patch gives once: layers without kernels, steps without capture, quantized values
-that nobody reads."""
+"""Warnings that a patch gives once: layers without kernels, kernels with another GPU's launch configurations, steps
+without capture, quantized values that nobody reads."""
 
 from __future__ import annotations
 
@@ -74,6 +74,20 @@ def of_reference(
         )
 
 
+def borrowed_configurations(specs: Sequence[LayerSpec | ModelLayerSpec], device_type: str) -> str | None:
+    """Return why layers use the launch configurations of another GPU; None if they do not, or without kernels.
+
+    Args:
+        specs: one for each layer.
+        device_type: type of the model's device.
+    """
+    if device_type != "cuda" or not any(isinstance(spec, LayerSpec) and spec.impl == "triton" for spec in specs):
+        return None
+    from qattn_kernels.step.kernel_facts import borrowed  # loads Triton
+
+    return borrowed()
+
+
 def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec]) -> None:
     """Warn about packed windows with fewer than `SAFE_BITS` bits, which degrade the text.
 
@@ -88,15 +102,19 @@ def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerS
         if any(low_kind(fmt, heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
             warn(
                 f"sliding windows are packed in fewer than {SAFE_BITS} bits, which broke the text of Gemma 3 270M. "
-                "Use sliding='lossless', the default, or 4 bits"
+                "Use sliding='exact', the default, or 4 bits"
             )
             return
 
 
+def quantizes(spec: LayerSpec) -> bool:
+    """Return whether a layer quantizes keys or values."""
+    return of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
+
+
 def reads_no_code(spec: LayerSpec) -> bool:
     """Return whether a layer quantizes, but a prompt attends to its unquantized keys and values."""
-    quantizes = of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
-    return quantizes and spec.compute.prefill == "model" and sees_raw(spec)
+    return quantizes(spec) and spec.compute.prefill == "model" and sees_raw(spec)
 
 
 def written_once(layer: QAttnLayer) -> bool:
@@ -133,6 +151,10 @@ class Notices:
             f"qattn_hf decodes eagerly, slower than with a CUDA graph: {reason}. "
             "Patch with decode='eager' to silence this warning, or with decode='graph' to get an error",
         )
+
+    def of_configurations(self, reason: str) -> None:
+        """Warn that kernels run with the launch configurations of another GPU."""
+        self.once("configurations", f"{reason}. Kernels give the same results, and may be slower than they could be")
 
     def before_another(self) -> None:
         """Forget caches that compiled steps have read. Only the host's counts show it, and the next call may free a

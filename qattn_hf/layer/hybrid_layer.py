@@ -48,6 +48,9 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
         mark = super().mark(bytes_too)
         return mark._replace(host=mark.host | self.states())
 
+    def counts(self) -> dict[str, Any]:
+        return super().counts() | self.states()
+
     def states(self) -> dict[str, Any]:
         """Return the current attributes of the unpacked states."""
         return {name: value for name, value in attributes(self).items() if name in (*STATE, *HOST)}

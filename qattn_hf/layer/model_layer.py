@@ -136,6 +136,10 @@ class ModelLayer:
         always copied."""
         return Mark(attributes(self))
 
+    def before_call(self, tokens: int) -> Mark:
+        """Return the layer's state before a call of `tokens` tokens per row."""
+        return self.mark(bytes_too=False)
+
     def check_crop(self, count: int) -> None:
         """Check that `crop(-count)` can remove the last `count` tokens; `count` is above 0.
 

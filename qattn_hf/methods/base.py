@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -53,6 +54,10 @@ class Moved(NamedTuple):
     instead: str
 
 
+WINDOWS = Moved("exact", ("auto",), "'packed', which quantizes, or 'exact', which does not")
+OLD_EXACT = ("lossless", "model", "unquantized")  # old names of sliding='exact'
+
+
 def for_papers(module: str) -> str:
     """Name the method that `eval/papers/MODULE.py` registers, for messages."""
     return f"the method {module}, which eval/papers/{module}.py registers (`python eval/paper.py list`)"
@@ -101,11 +106,8 @@ class Method(BaseModel):
         "auto",
         description="how generate runs decode steps; auto is graph (CUDA graph) on a GPU where the model allows it",
     )
-    sliding: Literal["lossless", "model", "packed", "auto", "unquantized"] = Field(
-        "lossless",
-        description="storage of layers with a sliding window: model is transformers' own cache, unquantized and packed "
-        "are in the packed cache. lossless chooses the faster of model and unquantized, auto chooses packed if that "
-        "takes at most three quarters of the bytes",
+    sliding: Literal["exact", "packed"] = Field(
+        "exact", description="layers with a sliding window: exact keeps the model's precision, packed quantizes"
     )
     impl: Literal["auto", "reference", "triton"] = Field(
         "auto",
@@ -137,11 +139,20 @@ class Method(BaseModel):
     @classmethod
     def _without_moved(cls, given: Any) -> Any:
         """Refuse values that moved, and drop keys that are not settings any more."""
-        for key, moved in cls.moved.items():
+        for key, moved in {"sliding": WINDOWS, **cls.moved}.items():
             if key in given and given[key] in moved.values:
                 raise ValueError(f"{key}={given[key]!r} is not a setting of {cls.name()}. Fix: take {moved.instead}")
         gone = {key: moved.default for key, moved in cls.moved.items() if key not in cls.model_fields}
         return {key: value for key, value in given.items() if key not in gone or value != gone[key]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_new_names(cls, given: Any) -> Any:
+        """Replace old names of values, with a warning that has the new name."""
+        if (old := given.get("sliding")) not in OLD_EXACT:
+            return given
+        warnings.warn(f"sliding={old!r} is an old name. Fix: use sliding='exact'", FutureWarning, stacklevel=2)
+        return {**given, "sliding": "exact"}
 
     @model_validator(mode="after")
     def _one_compute(self) -> Method:

@@ -127,7 +127,7 @@ class Turbo(WindowedMethod):
             )
         if "mixed" in (self._side_bits("k"), self._side_bits("v")):
             raise ValueError("memory clashes with bits='mixed', where heads have different bits: take bits=4 or bits=2")
-        if self.sliding not in ("model", "lossless") or self.sparse_v_tau:
+        if self.sliding == "packed" or self.sparse_v_tau:
             raise ValueError("memory clashes with sparse_v_tau and with packed windows (sliding): leave them out")
         return self
 

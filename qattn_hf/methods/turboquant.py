@@ -43,8 +43,8 @@ class TurboQuant(EqualizedMethod):
     v_format: FormatName = Field("turbo4", description="of V, which needs fewer bits than K")
     norm_block: Literal[16, 32, 64, 128] | None = Field(
         32,
-        description="channels that share a norm in turbo formats, at most those rotated together; null: all these; 16: "
-        "reference only",
+        description="channels that share a norm in turbo formats, at most those rotated together (32 if these are "
+        "fewer); null: all these; 16: reference only",
     )
     rotate: Rotation = Field("hadamard", description="rotation of the sides in a turbo format; none for comparison")
 

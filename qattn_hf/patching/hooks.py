@@ -25,12 +25,12 @@ from qattn_hf.generate.generation import (
     candidate_generator,
     check_cache,
     check_given,
-    compiled_call,
     generate_masks,
     prepare_cache,
     prepare_stock_cache,
 )
 from qattn_hf.generate.patched import Patched, patch_of
+from qattn_hf.generate.step_runner import compiled_call
 from qattn_hf.generate.stop_check import defer_stop_checks
 from qattn_hf.generate.window import check_call, check_compiled, check_reach
 from qattn_hf.model import latent

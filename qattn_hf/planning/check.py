@@ -103,7 +103,7 @@ class Check:
         if self.weight_bytes is None:
             raise QAttnError(
                 f"the weights are quantized ({self.quantization}), and the config does not give their size: pass it, "
-                "check(..., weight_bytes=N), or qattn check MODEL --weights 16GiB"
+                "check(..., weight_bytes=N), or qattn doctor MODEL --weights 16GiB"
             )
         own_bytes = self.own_bytes
         if full_precision:

@@ -149,7 +149,7 @@ class Planner:
         packed = [spec if isinstance(spec, LayerSpec) else None for spec in specs]
         if any(spec is not None and spec.impl != "triton" for spec in packed):
             raise UnsupportedError(
-                "the reference computes some of its layers, and only the memory of kernels is predicted; qattn check "
+                "the reference computes some of its layers, and only the memory of kernels is predicted; qattn doctor "
                 "says why"
             )
         return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, packed)
@@ -162,8 +162,8 @@ class Planner:
                 "; sliding='packed' packs windows, where it can" if any(getattr(x, "why", None) for x in own) else ""
             )
             raise UnsupportedError(
-                f"{len(own)} layers of {self.config.model_type} stay unpacked, with {own[0]}, and only the memory of "
-                f"{what} is planned{packs}; qattn check counts the bytes of any cache"
+                f"{len(own)} layers of {self.config.model_type} stay unpacked, with {own[0]}, and only the "
+                f"memory of {what} is planned{packs}; qattn doctor counts the bytes of any cache"
             )
 
     def memory(self, way: Way, batch: int, context: int) -> Memory:

@@ -117,7 +117,7 @@ class Recipe:
         return dataclasses.replace(recipe, by_family=False, family=defaults)
 
     def _unquantized(self) -> Method:
-        """Return the settings of windows with `sliding="unquantized"`: settings of the method `none`."""
+        """Return the settings of windows with `sliding="exact"`: settings of the method `none`."""
         horizon: dict[str, Any] = {"crop_horizon": self.settings.crop_horizon}
         return get_method("none")(**horizon)
 
@@ -170,7 +170,7 @@ class Recipe:
         self._check_choices(layers)
         try:
             unquantized = partial(packed, settings=self._unquantized())
-            kept = decide(own, config, self.settings, device_type, packed, unquantized)
+            kept = decide(own, self.settings, device_type, packed, unquantized)
             specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
         except UnsupportedError:
             raise

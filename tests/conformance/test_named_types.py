@@ -41,18 +41,16 @@ class Row(NamedTuple):
     """A type and its setting `sliding`."""
 
     model_type: str
-    sliding: str = "model"
+    sliding: str = "exact"
 
     def __str__(self) -> str:
-        return self.model_type + ("" if self.sliding == "model" else f"-{self.sliding}")
+        return self.model_type + ("" if self.sliding == "exact" else f"-{self.sliding}")
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt, past a window and past a block.
-
-        With packed windows it exceeds the 384 tokens of a layer's capacity, so that the first blocks are dropped.
-        """
-        return 80 if self.sliding == "model" else 400
+        """Length of the prompt: past a window and past a block; of packed windows past the 384 tokens for which their
+        layers have room, so that the first blocks are gone."""
+        return 80 if self.sliding == "exact" else 400
 
     def model(self, **changes: Any) -> PreTrainedModel:
         """The stock model, the same at every call."""
@@ -161,7 +159,7 @@ def test_padded_batch(row: Row, method: str):
     windows = [isinstance(layer, WindowLayer) for layer in layers]
     own = PACKED.get(row.model_type, [True] * len(layers))
     assert [layer in packed for layer in layers] == [a or b for a, b in zip(own, windows, strict=True)]
-    assert any(windows) == (row.sliding != "model")
+    assert any(windows) == (row.sliding != "exact")
     for layer in packed:
         assert (layer.state["closed"] > 0).all()
         assert (layer.state["block_pos"][:, 0] > 0).all() == isinstance(layer, WindowLayer)
@@ -337,14 +335,14 @@ def test_windows(model_type: str, window: int):
     sizes = {"sliding_window": window, "max_position_embeddings": 8192}
     ids = torch.randint(3, 90, (1, max(400, window + 10)), generator=torch.Generator().manual_seed(3))
     stock = tiny(model_type, **sizes)
-    for sliding in ("model", "packed"):
+    for sliding in ("exact", "packed"):
         model = patched(Row(model_type, sliding), tiny(model_type, **sizes), "none")
         got = model.generate(ids, return_dict_in_generate=True, **GREEDY)
-        cached = window > 1 or sliding == "model"
+        cached = window > 1 or sliding == "exact"
         assert torch.equal(got.sequences, stock.generate(ids, use_cache=cached, **GREEDY))
         first = got.past_key_values.layers[0]
         assert isinstance(first, WindowLayer) == (sliding == "packed")
-        assert sliding == "model" or first.capacity < 1.25 * window + 400
+        assert sliding == "exact" or first.capacity < 1.25 * window + 400
 
 
 # Kernels know head dims from 64 on, and latents of these sizes
@@ -374,7 +372,7 @@ def test_kernels(row: Row):
 def history(row: Row, impl: str) -> torch.Tensor:
     """Return the logits of the calls after a prompt."""
     model = patched(row, row.model(**SIZES.get(row.model_type, OF_KERNELS)).to(DEVICE), "int8", impl=impl)
-    inputs = {name: x.to(DEVICE) for name, x in row._replace(sliding="model").prompt((0,)).items()}
+    inputs = {name: x.to(DEVICE) for name, x in row._replace(sliding="exact").prompt((0,)).items()}
     first, second = inputs.pop("input_ids").split(40, 1)
     cache = model(first, **inputs).past_key_values
     found = [after(model, cache, second)]
@@ -382,7 +380,7 @@ def history(row: Row, impl: str) -> torch.Tensor:
     cache.batch_select_indices([1])
     cache = pickled(copy.deepcopy(cache))
     found.append(after(model, cache, OTHER[:1].to(DEVICE)))
-    with contextlib.nullcontext() if row.sliding != "model" else asked(row, "crop"):
+    with contextlib.nullcontext() if row.sliding != "exact" else asked(row, "crop"):
         cache.crop(-OTHER.shape[1])
     found.append(after(model, cache, OTHER[1:].to(DEVICE)))
     return torch.cat(found, 1)

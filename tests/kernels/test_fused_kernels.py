@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from qattn_kernels.launch.call import make_call
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.layer.state import side_of
+from qattn_kernels.layer.step import Step
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.ops.append.launch import finish
 from qattn_kernels.ops.crop.reference import crop
@@ -203,9 +204,12 @@ HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8)]
 DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
 DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also where two warps share a tile
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
-    DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in BY_CHANNELS]
+    DIMS_OF += [(case, 80, 3) for case in BY_CHANNELS]
     DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]
-    DIMS_OF += [(INT8, 64, 71)]  # the query heads of a model with one KV head
+    DIMS_OF += [(INT8, 64, 71)]  # as many query heads as a model with one KV head has
+PADDED_DIMS = [72, 80, 96, 112, 192]
+PADDED_CASES = [TURBO, INT8, KIVI, ("sinkq", {"residual_length": 0, "sink_num": 2}), ("turboquant", {})]
+DIMS_OF += [(case, dim, 2) for case, dim in product(PADDED_CASES, PADDED_DIMS)]
 
 
 @pytest.mark.parametrize(("case", "dim", "group"), DIMS_OF, ids=lambda x: str(x) if isinstance(x, int) else case_id(x))
@@ -279,7 +283,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
             past = slice(0, tokens - 1)
             span = torch.tensor([[0, tokens - 1]], dtype=torch.int32, device=DEVICE)
             turned = rotated(*(x[:, :, past] for x in (q, k, v)), layer.spec.compute, layer.state, partial(map, rotate))
-            call = make_call(*turned, span, layer.state, layer.spec, Scores(1.0))
+            call = make_call(Step(*turned, span, layer, Scores(1.0)))
             write_long(call, 0)
             finish(call)
     want = step(reference_step, one, (q, k, v), tokens - 1, tokens)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.step import Step
 from qattn_kernels.step import kernels
 
 pytestmark = pytest.mark.gpu
@@ -33,13 +33,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each call whose launches were worked out, and not taken from a plan."""
     found: list[int] = []
-    step: Callable[..., Any] = kernels.fused_step
+    run = kernels.run_step
 
-    def counted(query: torch.Tensor, *rest: Any) -> Any:
-        found.append(query.shape[2])
-        return step(query, *rest)
+    def counted(step: Step) -> Any:
+        found.append(step.query.shape[2])
+        return run(step)
 
-    monkeypatch.setattr(kernels, "fused_step", counted)
+    monkeypatch.setattr(kernels, "run_step", counted)
     return found
 
 
@@ -62,7 +62,7 @@ def test_a_plan_does_what_was_recorded(case: Case, computed: list[int], monkeypa
     plain, first, second = layer_of(case), layer_of(case), layer_of(case)
     with monkeypatch.context() as unplanned:
         unplanned.setattr(
-            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments: compute(*arguments)
+            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments, arenas: compute(*arguments)
         )
         want = [call(plain, tokens, seed) for seed, tokens in enumerate(CALLS)]
     call(first, CALLS[0], 0)

@@ -106,10 +106,11 @@ def test_norms_of_blocks_are_worth_their_bits():
     assert 0.85 < few / many < 1
 
 
-def test_a_norm_is_of_channels_that_are_rotated_together():
+def test_a_norm_is_of_32_channels_or_of_those_that_are_rotated_together():
     sizes = [(norm_block, dim) for norm_block in (32, 64, 0) for dim in (48, 64, 80, 96, 128)]
     found = [TurboQuantFormat(norm_block=norm_block).group(dim) for norm_block, dim in sizes]
-    assert found == [16, 32, 16, 32, 32, 16, 64, 16, 32, 64, 16, 64, 16, 32, 128]
+    assert found == [32, 32, 32, 32, 32, 32, 64, 32, 32, 64, 32, 64, 32, 32, 128]
+    assert TurboQuantFormat(norm_block=16).group(128) == 16
 
 
 def test_q4_takes_the_signed_value_of_largest_magnitude():

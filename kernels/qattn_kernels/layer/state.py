@@ -85,4 +85,5 @@ def side_of(state: State, side: str) -> State:
     """Return the tensors of the format of one `side`, `k` or `v`, without prefix: `k.codes` becomes `codes`.
 
     The tensors are shared with the state, so writing to them writes to the state."""
-    return {name.removeprefix(f"{side}."): t for name, t in state.items() if name.startswith(f"{side}.")}
+    prefix = f"{side}."
+    return {name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)}

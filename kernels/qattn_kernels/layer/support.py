@@ -13,9 +13,9 @@ from qattn_kernels.formats import Format
 from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = range(64, 257, 8)
 BLOCKS = (64, 128)  # and 32, for formats without integer products over half tiles
-FP8_CAPABILITY = (8, 9)
+LEAST_CAPABILITY = (8, 0)  # Triton compiles no INT8 products for earlier GPUs
 # Latent attention: channels of the latent and of the RoPE part, and the maximum numbers in a block of latents
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (16, 32, 64, 128)
@@ -40,11 +40,25 @@ def no_triton(device_type: str) -> str | None:
 def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | None:
     """Return why the kernels cannot compute a layer with this spec and these sizes, or None."""
     if spec.latent:
-        return _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
+        reason = _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim)
+        return reason or _unsupported_gpu(spec)
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
-        return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
+        return f"head dims are {k_dim} and {v_dim}; the kernels know {head_dims()}"
     no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED)
-    return _reference_only(spec) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
+    return _reference_only(spec) or _unsupported_sides(spec, k_dim, v_dim) or _unsupported_gpu(spec) or no_room
+
+
+def head_dims() -> str:
+    """Return the head dimensions of kernels in words."""
+    return f"multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, the same for K and V"
+
+
+def reads_pages(spec: LayerSpec, heads: int) -> bool:
+    """Return whether kernels can use a page pool for this layer.
+
+    Requires Triton, blocks that close one at a time, and heads with one bit width."""
+    one_width = all(low_kind(fmt, heads) <= Low.ALL for fmt in (spec.k, spec.v))
+    return spec.impl == "triton" and spec.window.span == spec.window.block and one_width
 
 
 def _reference_only(spec: LayerSpec) -> str | None:
@@ -100,16 +114,18 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
     return None
 
 
-def _no_fp8(spec: LayerSpec) -> str | None:
-    """Return why this GPU cannot compute a spec with FP8, which needs compute capability 8.9, or None.
-
-    The interpreter can."""
-    fp8 = spec.compute.prefill == "int8" and spec.compute.pv == "e4m3"
-    major, minor = chip_of(_device()).capability
-    if not (fp8 or spec.k.core.fp8 or spec.v.core.fp8) or (major, minor) >= FP8_CAPABILITY:
-        return None
-    instead = "sage2:pv=model, int8 or turboquant" if fp8 else "int8 or turboquant"
-    return f"FP8 needs compute capability 8.9, and this GPU has {major}.{minor}: use {instead}, which have kernels here"
+def _unsupported_gpu(spec: LayerSpec) -> str | None:
+    """Return why this GPU has no instructions for a spec, or None. The interpreter counts as a Hopper GPU."""
+    chip = chip_of(_device())
+    have = ".".join(map(str, chip.capability))
+    if chip.capability < LEAST_CAPABILITY:
+        return f"kernels need compute capability 8.0, and this GPU has {have}"
+    if spec.compute.prefill == "int8" and spec.compute.pv == "e4m3" and not chip.fp8:
+        return (
+            f"FP8 products need compute capability 8.9, and this GPU has {have}: "
+            "use sage2:pv=model, int8 or turboquant, which have kernels here"
+        )
+    return None
 
 
 def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:

@@ -126,6 +126,13 @@ class PackedBatchingManager(ContinuousBatchingManager):
             self._open = True
         super().start()
 
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the loop, and count for the report what its pages hold."""
+        processor = self.batch_processor
+        super().stop(*args, **kwargs)
+        if processor is not None and self.failed is None and not self.is_running():
+            processor.cache.count_clamped()
+
     @property
     def failed(self) -> BaseException | None:
         """The error that ended the loop; None while it runs and after `stop`."""

@@ -137,23 +137,23 @@ class GraphedCall:
         """Run a step on inputs laid out like the capture's: nothing can be compiled during a capture."""
         if self._compiled is None:
             return self.model(**inputs)
-        marks = cache.marks()  # compiled code does not count on the host
+        before = cache.before_capture()  # compiled code does not count on the host
         out = self.step(**_static(inputs))
-        cache.recall(marks)
+        before.put_back(cache.packed)
         cache.count(tokens)
         return out
 
     def _capture(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Step | None:
         """Capture a step and count it on the host for its first replay. Return None if it cannot be captured."""
-        marks, static = cache.marks(), _static(inputs)
+        before, static = cache.before_capture(), _static(inputs)
         try:
             run = functools.partial(self.step, **static)
             replay, out = self.pool.allocate(record, run, cache.device, self.pool.graphs)
         except RuntimeError as error:
-            cache.recall(marks)
+            before.put_back(cache.packed)
             self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
             return None
-        cache.recall(marks)
+        before.put_back(cache.packed)
         cache.count(tokens)
         leaves, spec = tree_flatten(out)
         leaves = [CACHE if x is cache else x for x in leaves]

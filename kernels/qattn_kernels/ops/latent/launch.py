@@ -54,7 +54,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     config = _config(size, forms)
     tiles = -(-rows // size.Q)
     places = chip.multiprocessors * config.programs
-    shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
+    shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip).decode)
     results = results_of(call, shares)
     launch(
         latent_decode_kernel, (batch, tiles, results[0].shape[1]),
