@@ -1,8 +1,4 @@
-<<<<<<< HEAD:tests/test_doctor.py
-"""`qattn doctor`: what it says from a config alone is what `patch` does and what a cache of that length takes."""
-=======
-"""`qattn check` predicts from a config what `patch` does and how much a cache takes."""
->>>>>>> h/prose:tests/test_check.py
+"""`qattn doctor` predicts from a config what `patch` does and how much a cache takes."""
 
 from __future__ import annotations
 
