@@ -37,7 +37,7 @@ class QAttnConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, method: str | None = None, *, quant_method: str = NAME, **settings: Any):
-        self.quant_method = quant_method  # type: ignore[assignment]  # Transformers' own methods are an enum
+        self.quant_method = quant_method
         self.method, self.settings = method, {**settings.pop("settings", {}), **settings}
         if method is not None or not set(self.settings) <= set(BUDGETS):
             find_recipe(method, None, self.settings)
