@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from qattn_hf.generate.window import narrowest
 from qattn_hf.model import _compat
 from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import HeadSizes, head_sizes
-from qattn_hf.model.layer_kinds import ModelLayerSpec, of_method, own_states
+from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec, of_method, own_states
 from qattn_hf.model.selection import own_config, restore, select, selected
 from qattn_hf.model.supported_models import check_full, check_model, check_parts, check_selected
 from qattn_hf.model.tensor_parallel import shard_of
@@ -69,10 +70,7 @@ def patch(
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
     own = own_states(specs)
-    packs = chosen.settings.packs()
-    if not packs:
-        check_full(model)
-    runner = runner_of_model(model, chosen.settings.decode, own) if packs else Runner("stock", STEPS)
+    runner = _runner(model, chosen, own)
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     window = narrowest(model.config.get_text_config(decoder=True))
     patched = Patched(chosen, specs, beside, device_type, [], runner, window, sizes)
@@ -89,11 +87,19 @@ def patch(
     hooks.install(model, patched)
     notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
     _warn_of_slow_ways(patched)
-    if packs:
+    if chosen.settings.packs():
         warm.begin_for(model, [chosen])
         _note_unused(model)
     _warn_of_nothing(specs)
     return model
+
+
+def _runner(model: PreTrainedModel, recipe: Recipe, own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> Runner:
+    """Return how decode steps run. Over stock caches, all layers must have full attention."""
+    if recipe.settings.packs():
+        return runner_of_model(model, recipe.settings.decode, own)
+    check_full(model)
+    return Runner("stock", STEPS)
 
 
 def _warn_of_slow_ways(patched: Patched) -> None:

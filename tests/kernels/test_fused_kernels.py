@@ -184,10 +184,7 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
     ("settings", "cuts"), [({"sink_num": 2}, [50, 64, 69]), ({"buffer_size": 128}, [120, 128, 133])], ids=str
 )
 def test_heads_are_ranked_in_the_step_that_closes_a_rows_first_blocks(settings: dict[str, int], cuts: list[int]):
-    """Rows close their first blocks in different calls, or two blocks at once.
-
-    Each of the four heads ranks all heads.
-    """
+    """Rows close their first blocks in different calls, or two at once. Each of the four heads ranks all heads."""
     case, qkv = ("turbo", {"bits": "mixed", **settings}), inputs(2, 140, heads=4, dim=32)
     qkv[1][1, 2, 30, 1] = math.nan
     qkv[2][:] *= torch.tensor([3.0, 1.0, 4.0, 2.0], device=DEVICE)[:, None, None]
