@@ -1,13 +1,13 @@
-"""How good and how quick a choice is: `patch(model, bits=...)` compared with the best recorded setting.
+"""Quality and time of automatic choices: `patch(model, bits=...)` compared with the best recorded setting.
 
     python eval/choose.py FOLDER... --text WIKITEXT --bits 2.5,3.5,4.5,8 --tune 3.5
     python eval/record.py choose -- python eval/choose.py ...
 
-KL is read as `eval/released.py` reads it: a prompt, and true decode steps through the packed cache. For each budget the
-choice is measured, and all settings that `eval/released.py` measures whose bits in closed blocks are within it. Prints
-one JSON row a budget: what was chosen, its KL, the best of the others, their ratio, and the seconds of the probe.
-`--tune` adds a row with the seconds of `qattn tune` for so many bits, the second at which each of its phases began, and
-the KL of its recipe.
+KL is measured as in `eval/released.py`, with a prompt and true decode steps through the packed cache. For each budget
+it measures the choice and all settings of `eval/released.py` whose bits in closed blocks fit. Each budget prints one
+JSON row: the choice, its KL, the best other setting, their ratio, and the seconds of the probe. `--tune` adds a row
+with the seconds of `qattn tune` for this number of bits, the second at which each phase began, and the KL of its
+recipe.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One layer's decode step with other numbers of warps than `ops/decode/table.py` gives a program.
+"""Time one layer's decode step with other numbers of warps than `ops/decode/table.py` chooses.
 
     python eval/decode_warps.py --heads 64,8,128 --methods turbo,int8 --warps 1,2
 
 Prints one JSON row for each method, number of warps and point (rows x cached tokens), and one for the best SDPA backend
-in bf16; methods are spelled as everywhere. A number that does not compile has its `error` in place of `ms`.
+in bf16. If a number of warps does not compile, its row has an `error` in place of `ms`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Make the generated parts of README and docs anew: `python eval/tables.py`, or `--check` to only compare.
+"""Regenerate the generated parts of README and docs: `python eval/tables.py`, or `--check` to only compare.
 
-A generated part stands between `<!-- table:NAME -->` and `<!-- /table -->`, in a YAML file behind `# `; NAME is a key
-of `TABLES`. `docs/methods/NAME.md` are made as a whole, one for each method found.
+A generated part is between `<!-- table:NAME -->` and `<!-- /table -->`, with `# ` before them in a YAML file. NAME is a
+key of `TABLES`. The pages `docs/methods/NAME.md` are generated as a whole, one for each method.
 """
 
 from __future__ import annotations

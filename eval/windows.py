@@ -1,8 +1,10 @@
-"""What a packed sliding window costs: `python eval/windows.py` prints one JSON row a measurement, of a GPU if it can.
+"""What a packed sliding window costs: `python eval/windows.py` prints one JSON row per measurement.
 
-Steps of one layer behind a context of 32k tokens with a window of 1,024, beside a layer without a window that holds
-1,024 tokens, and one that holds all; how long blocks take to move to the front, and every how many tokens; and the
-bytes of a cache of Gemma 3's shape, layer by layer, with windows packed and not.
+It uses a GPU if there is one, and measures three things:
+
+- Steps of one layer after 32k tokens: with a window of 1,024, without a window over 1,024 tokens, and over all tokens.
+- The time to move blocks to the front, and how many tokens pass between two moves.
+- The bytes of a cache in Gemma 3's shape, layer by layer, with packed and unpacked windows.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def steps(method: str, heads: Heads, batch: int, context: int, window: int, devi
     windowed = WindowLayerSpec(**vars(spec), sliding_window=window)
     ways: list[tuple[str, QAttnLayer, int, int]] = [
         ("window", WindowLayer(windowed), context, window),
-        ("as many tokens", QAttnLayer(spec, window + 2 * STEPS), window, 0),
+        ("the window's tokens", QAttnLayer(spec, window + 2 * STEPS), window, 0),
         ("all tokens, masked", QAttnLayer(spec, context + 2 * STEPS), context, window),
     ]
     new, one = tokens_of(heads, batch, 1, device), torch.tensor([[0, 1]], dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ from qattn_hf.recipes import sliding
 PACKED: dict[str, list[bool]] = {
     "gemma2": [False, True],
     "gemma3_text": [False, True],
-    "gemma3n_text": [False, True, False, True, False, False],  # of which the last two share keys with others
+    "gemma3n_text": [False, True, False, True, False, False],  # the last two share keys with other layers
     "gemma4_text": [False, True],  # of other heads in its full layer
     "gpt_oss": [False, True],
     "mistral": [False, False],

@@ -1,4 +1,4 @@
-"""The command line: what a newcomer reads, what comes out, and what an error looks like."""
+"""The command line: help for newcomers, output, and errors."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def config(**settings: Any) -> GenerationConfig:
 
 
 def batched(model: PreTrainedModel, prompts: list[list[int]], blocks: int = 64, **settings: Any) -> list[list[int]]:
-    """Answers of `generate_batch` over a pool of so many blocks of 64 tokens."""
+    """Return the answers of `generate_batch` over a pool of `blocks` blocks of 64 tokens."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     given = {"num_blocks": blocks, "page_size": 64, "max_batch_tokens": 512, **settings.pop("batching", {})}
@@ -49,7 +49,7 @@ def batched(model: PreTrainedModel, prompts: list[list[int]], blocks: int = 64, 
 
 
 def alone(model: PreTrainedModel, prompt: list[int], first: int = 0, **settings: Any) -> list[int]:
-    """The answer of `generate`; of a prompt whose `first` tokens are a call of their own."""
+    """Return the answer of `generate`. The first `first` tokens of the prompt are a separate call."""
     ids = torch.tensor([prompt], device=model.device)
     cache = QAttnCache.for_model(model)
     if first:
@@ -241,7 +241,7 @@ def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
 @pytest.mark.product
 @pytest.mark.parametrize("method", ["turbo", f"sinkq:{ALL}"])
 def test_a_prefix_is_kept_where_prompts_part(method: str):
-    """The second request reads it as a call of its own; from the third on it is shared."""
+    """The second request reads the prefix in a separate call. From the third request on it is shared."""
     model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 133, 140, 150, 160)
     prompts = sorted((prefix + end for end in ends), reverse=True)
     want = [alone(model, prompts[0])] + [alone(model, prompt, first=256) for prompt in prompts[1:]]

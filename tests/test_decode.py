@@ -28,7 +28,7 @@ def model(fake: FakeGraphs) -> LlamaForCausalLM:
 
 
 def eager(model: LlamaForCausalLM, ids: torch.Tensor = IDS, **kwargs: Any) -> Any:
-    """What the same model generates without graphs; a model of its own."""
+    """Return the tokens of a new copy of the model without graphs."""
     split_int8 = patch(unpatch(copy.deepcopy(model)), model._qattn.recipe.method, decode="eager")
     return split_int8.generate(ids, **{**GREEDY, **kwargs})
 
@@ -101,7 +101,7 @@ def test_the_next_call_replays_at_once(fake, model):
     try:
         first, where = model.generate(IDS, **GREEDY), addresses(model._qattn.last.cache)
         assert (fake.captured, fake.replayed) == (1, 10)
-        other = random_ids(2, 75, seed=5)  # as many blocks
+        other = random_ids(2, 75, seed=5)  # the same number of blocks
         second = model.generate(other, **GREEDY)
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Long prompts of `generate` in chunks: which are cut, into what, and that nothing else changes."""
+"""Long prompts of `generate` in chunks: which prompts are split, the chunks, and that nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Warnings that a patch gives once: codes that no token reads, layers without kernels, steps that are not captured."""
+"""Warnings that a patch gives once: codes that no token reads, layers without kernels, steps that cannot be
+captured."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from qattn_kernels.layer.support import unsupported
 
 LONG = random_ids(1, 70)
 FEW: dict[str, Any] = dict(do_sample=False, max_new_tokens=3)
-UNREAD = "no token read a code"
-# methods whose prompts attend in the model's precision; `test_the_warning_is_true` asks whether that holds
+UNREAD = "equals full precision and shows no loss"
+# methods whose prompts attend to unquantized tokens, as `test_the_warning_is_true` checks
 EXACT_PROMPTS = ["kivi", "nf4", "sinkq", "turboquant"]
 
 
@@ -32,7 +33,7 @@ def said(call: Any) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    texts = ("read a code", "reference computes", "decodes eagerly", "launch configurations")
+    texts = (UNREAD, "reference computes", "decodes eagerly", "launch configurations")
     return [w for w in caught if any(text in str(w.message) for text in texts)]
 
 

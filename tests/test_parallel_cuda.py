@@ -75,7 +75,7 @@ def test_a_model_split_by_tensor_parallelism(tmp_path: Path, settings: dict[str,
 
 
 def test_data_parallel_evaluation_scores_as_one_process_does(tmp_path: Path):
-    """`accelerate launch` over all GPUs: each answers its rows, and the score is that of one GPU."""
+    """With `accelerate launch` each GPU answers its rows, and the score equals that of one GPU."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qattn-hf[eval]'")
     model = ["--model", "qattn", "--model_args", f"pretrained={demo_model_dir()},method=turbo,bits=2"]
     tasks = ["--tasks", "recall_40", "--limit", "40", "--gen_kwargs", "max_gen_toks=6"]

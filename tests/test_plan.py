@@ -85,7 +85,7 @@ def test_activations_are_what_a_prompt_allocates(rows, tokens):
         live = LiveMemory()
         activations.run(shadow, layers, tokens, 0, live)
     predicted = live.peak - sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
-    assert predicted == pytest.approx(measured, rel=0.02)  # a CPU's attention has working memory of its own
+    assert predicted == pytest.approx(measured, rel=0.02)  # attention on a CPU needs additional working memory
 
 
 @pytest.mark.gpu
@@ -178,7 +178,7 @@ def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, 
 @pytest.mark.product("later prompt")
 @pytest.mark.parametrize(("tokens", "past"), [(500, 0), (200, 300), (1, 448)], ids=["prompt", "later prompt", "step"])
 def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
-    """Beyond the 448 tokens for which there is room: in a larger copy, or behind blocks that moved to the front."""
+    """The text exceeds the capacity of 448 tokens, so the layer grows or moves blocks to the front."""
     spec = get_method("int8")().last_layer_spec(1)
     spec = WindowLayerSpec(**(vars(spec) | {"impl": "triton"}), sliding_window=20)
     layer = WindowLayer(spec)
@@ -372,7 +372,7 @@ def test_a_card_has_its_memory_and_its_kernels(qattn, folder, monkeypatch):
 
 
 def test_a_model_of_which_nothing_is_planned_gets_the_reasons(qattn, tmp_path):
-    """Its windows stay the model's own in every way, full precision's among them."""
+    """Its windows stay unpacked for every method and in full precision."""
     tiny("gemma3_text", **OF_KERNELS["gemma3_text"]).config.save_pretrained(tmp_path)
     ways = "int8:decode=eager,turbo:decode=eager"
     asked = (str(tmp_path), "--gpu-memory", "1GiB", "--method", ways)

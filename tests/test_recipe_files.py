@@ -1,4 +1,4 @@
-"""Recipes that lie elsewhere: beside a checkpoint's weights, in a folder, in a repository of the hub."""
+"""Recipes outside the package: in a checkpoint's folder, in another folder, and in a repository of the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes: spelled alike in recipes, in Python and in commands, and never taken for so many bytes by a slip."""
+"""Sizes have one spelling in recipes, Python and commands, and a missing unit is never read as bytes by mistake."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_memory_is_read_alike_everywhere(memory, n_bytes, way, tmp_path):
 
 @pytest.mark.parametrize("memory", ["24", "1 KiB", "0GiB"])
 def test_a_text_of_too_few_bytes_is_refused_too(memory):
-    with pytest.raises(RecipeError, match=r"memory=.* is no size of a cache.*memory: 12GiB"):
+    with pytest.raises(RecipeError, match=r"memory=.* too few for a cache.*memory: 12GiB"):
         find_recipe("turbo", None, {"memory": memory})
 
 

@@ -103,16 +103,16 @@ def test_a_choice_by_bytes_is_refused():
     ("settings", "changes", "why"),
     [
         ("turbo", {}, None),
-        ("sinkq", {}, None),  # whose pool is beside windows, not in them
+        ("sinkq", {}, None),  # its pool is in other layers than windows
         ("turbo:decode=eager", {}, "steps are eager with decode='eager'"),
-        ("turbo:memory=1GiB", {}, "memory holds for packed layers alone"),
+        ("turbo:memory=1GiB", {}, "memory does not support packed windows"),
         ("turbo:impl=reference", {}, "kernels do not compute all layers"),
         ("turbo", {"head_dim": 24}, "kernels do not compute all layers"),
         ("turbo:block_kv=32,buffer_size=64", {}, "kernels do not compute all layers"),  # those without a window
     ],
 )
 def test_windows_lose_nothing_by_default(settings, changes, why):
-    """In the packed cache where a GPU's steps are captured so, else they are the model's own."""
+    """Windows are in the packed cache if a GPU's steps are captured with them, and unpacked otherwise."""
     config = gemma3(sliding_window=512, **changes)
     recipe = find_recipe(settings, None, {})
     *windows, full = recipe.layer_specs(config, "cuda")
@@ -236,7 +236,7 @@ def test_steps_are_captured_once(fake, sliding, monkeypatch):
 
 
 def test_kernels_of_a_window_are_compiled_ahead():
-    """Those of calls of such a layer: they are compiled for a window."""
+    """Calls of such a layer have kernels that are compiled for a window."""
     spec = dataclasses.replace(patched(tiny("mistral"), "turbo")._qattn.specs[0], impl="triton")
     shape = LayerShape(spec, 4, 2, 64, torch.bfloat16, torch.device("cpu"), window=WINDOW)
     sizes = [x for one in launches(shape) for x in (*one.arguments, *one.options.values())]

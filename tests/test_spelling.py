@@ -106,7 +106,7 @@ def test_python_reads_what_the_commands_read():
 
 
 def test_a_setting_has_one_place():
-    with pytest.raises(RecipeError, match="bits is given twice, behind the method's name and beside it"):
+    with pytest.raises(RecipeError, match="bits is given twice, in the method's text and separately"):
         patch(tiny_llama(), "turbo:bits=2", bits=4)
     with pytest.raises(RecipeError, match="bits is given twice"):
         find_recipe("turbo:bits=2,bits=4", None, {})

@@ -59,7 +59,7 @@ class Compared:
         return out, lse
 
     def worse(self, slack: float) -> list[tuple[int, float, float]]:
-        """Widths of which the kernels err more than `slack` times as much as the reference, with both errors."""
+        """Return the widths where the kernels' error is more than `slack` times the reference's, with both errors."""
         found = []
         for width in {width for width, _, _ in self.errors}:
             both = [errors for at, *errors in self.errors if at == width]

@@ -321,7 +321,7 @@ def test_a_candidate_with_constants_of_the_model_is_tried_with_them(readings, ca
 
 
 def test_few_trials_tell_the_others(readings):
-    """Two a layer; what is estimated lies within a factor of two of what a trial of its own says."""
+    """With two trials per layer, estimates are within a factor of two of a separate trial."""
     model, candidates = noisy_llama(), find_recipes([*CANDIDATES, "turbo:bits=2", "low3", "turbo"])
     tuner = Tuner(model, candidates, readings[0], AT, torch.float32, lambda _: None)
     names = tuner.screen()

@@ -70,7 +70,7 @@ def of_reference(
         where = "every layer" if len(found) == len(specs) else f"layers {cut(', '.join(map(str, found)), 60)}"
         warn(
             f"the plain PyTorch reference computes {where}, many times slower than kernels: {reason}. Change that "
-            "setting; or patch with impl='reference', which does not warn, or with impl='triton', which raises"
+            "setting, patch with impl='reference' to silence this warning, or with impl='triton' to get an error"
         )
 
 
@@ -101,8 +101,8 @@ def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerS
         heads = head_sizes(config, i).kv
         if any(low_kind(fmt, heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
             warn(
-                f"sliding windows are packed in fewer than {SAFE_BITS} bits, which lost the text on Gemma 3 270M. "
-                "Take sliding='exact', the default, or 4 bits"
+                f"sliding windows are packed in fewer than {SAFE_BITS} bits, which broke the text of Gemma 3 270M. "
+                "Use sliding='exact', the default, or 4 bits"
             )
             return
 
@@ -148,8 +148,8 @@ class Notices:
         """Warn that decode steps run eagerly although the recipe asked for capture."""
         self.once(
             "eager",
-            f"qattn_hf decodes eagerly, which takes the host longer than a CUDA graph: {reason}. "
-            "patch with decode='eager' does not warn, decode='graph' raises where a model cannot be captured",
+            f"qattn_hf decodes eagerly, slower than with a CUDA graph: {reason}. "
+            "Patch with decode='eager' to silence this warning, or with decode='graph' to get an error",
         )
 
     def of_configurations(self, reason: str) -> None:
@@ -197,9 +197,9 @@ class Notices:
         method = cache.recipe.method
         self.once(
             "unread",
-            f"{why}: prompts of {method} attend in the model's precision, so no token read a code, and the result is "
-            f"full precision's, whatever {method} loses. `qattn compare MODEL --method ...`, with the "
-            "method and settings of this patch, measures what the cache loses",
+            f"{why}: a prompt with {method} attends to unquantized tokens, so this result equals full precision and "
+            "shows no loss. `qattn compare MODEL --method ...`, with the method and settings of this patch, measures "
+            "the loss",
         )
 
 

@@ -133,12 +133,7 @@ class Report:
         values = sum(row.get("values", 0) for row in self.layers)
         packed, left = min(((row["packed_tokens"], row["open_tokens"]) for row in counted), default=(0, 0))
         return {
-            "method": self.recipe.method,
-            "recipe": self.recipe.settings.model_dump(),
-            "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
-            "recipe_origin": self.recipe.origin,
-            "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
-            "chosen": None if self.recipe.chosen is None else self.recipe.chosen.to_dict(),
+            **self._of_recipe(),
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
@@ -154,6 +149,18 @@ class Report:
             "unread": self._unread(),
             "continuous_batching": self.pages,
             "layers": self.layers,
+        }
+
+    def _of_recipe(self) -> dict[str, Any]:
+        """Return the fields of `to_dict` about the recipe."""
+        recipe = self.recipe
+        return {
+            "method": recipe.method,
+            "recipe": recipe.settings.model_dump(),
+            "recipe_layers": {choice.where: choice.given for choice in recipe.choices},
+            "recipe_origin": recipe.origin,
+            "recipe_family": None if recipe.family is None else recipe.family.to_dict(),
+            "chosen": None if recipe.chosen is None else recipe.chosen.to_dict(),
         }
 
     def _unread(self) -> bool | None:
@@ -199,7 +206,7 @@ class Report:
         """What a filled cache holds, a sentence a line; `own`: rows of the layers that are not packed."""
         yield (
             f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
-            f"a {'packed ' if own else ''}layer; in model precision {size(data['kv_bytes_full_precision'])}"
+            f"per {'packed ' if own else ''}layer; unquantized they take {size(data['kv_bytes_full_precision'])}"
         )
         yield (
             f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
@@ -208,13 +215,13 @@ class Report:
         )
         if data["unread"]:
             yield (
-                "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
-                "method measures what it loses"
+                "no token has read a code yet, so outputs so far equal full precision. `qattn compare` with this "
+                "method measures the loss"
             )
         if own:
             yield (
-                f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
-                f"{size(sum(row['bytes'] for row in own))} in its precision"
+                f"{len(own)} of {len(self.layers)} layers are not packed and take "
+                f"{size(sum(row['bytes'] for row in own))} in the model's dtype"
             )
         if data["skip_rate"] is not None:
             yield (
@@ -291,8 +298,8 @@ def _by_bits(side: str, tokens: dict[int, int]) -> str:
 
 def _notes(row: dict[str, Any]) -> str:
     unquantized = "" if row.get("quantized", True) else ", unquantized"
-    notes = [row["own"] if row["kind"] == "dummy" else f"the model's own: {row['own']}"] if "own" in row else []
-    notes += [f"not packed: {row['why']}"] if row.get("why") else []
+    why = f" ({row['why']})" if row.get("why") else ""
+    notes = [row["own"] if row["kind"] == "dummy" else f"not packed: {row['own']}{why}"] if "own" in row else []
     notes += [f"{WINDOWED[row['kind']]} of {row['window']}{unquantized}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]

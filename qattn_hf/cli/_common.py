@@ -187,7 +187,7 @@ def read_text(path: Path) -> str:
 
 
 def text_or_made(path: Path | None, tokens: int) -> str:
-    """The text of `--text`, or generated sums and lists of at least so many tokens."""
+    """Return the text of `--text`, or generated sums and lists of at least `tokens` tokens."""
     from qattn_hf.compare import made_text
 
     # a token of the generated text has fewer than eight characters on average
@@ -263,7 +263,7 @@ def status_line() -> Any:
 def summary(report: dict[str, Any]) -> str:
     """One line about the content of a cache, from `Report.to_dict()`."""
     if not report["kv_bytes"]:
-        return f"{report['method']}: nothing packed, transformers' own cache held the tokens in the model's precision"
+        return f"{report['method']}: nothing packed, transformers' own cache held the tokens"
     kv_bytes, full = report["kv_bytes"], report["kv_bytes_full_precision"]
     text = f"{report['method']}: {report['packed_tokens']} tokens packed, {report['open_tokens']} open; "
     text += f"{size(kv_bytes)} instead of {size(full)}"

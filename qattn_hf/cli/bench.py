@@ -280,7 +280,7 @@ def bench_model(
     """The model `source`; without, one with random weights: Llama-3.1-8B's shape, four layers of it, or a tiny one.
 
     Args:
-        dtype: precision; `auto` is that of `source`, without `source` bfloat16 on a GPU and float32 on a CPU.
+        dtype: precision; `auto` is the dtype of `source` or, without `source`, bfloat16 on a GPU and float32 on a CPU.
         random_weights: whether only the config of `source` is read.
     """
     import torch

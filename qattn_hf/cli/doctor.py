@@ -84,7 +84,7 @@ def doctor(
     else:
         show_machine(found.machine)
         show(found.check, name, gpu_memory)
-        show_kernels(data["kernels"])
+        show_kernels(found.kernels)
     if compiled is not None and not as_json:
         print(compiled)
     write_data(data, output)
@@ -119,12 +119,10 @@ def show_kernels(kernels: list[dict[str, Any]]) -> None:
     """Print the kernels of each kind of layer, with the tile of a prompt's attention."""
     for row in kernels:
         names = []
-        for use in row["kernels"]:
-            shown = ""
-            if use["tiles"] is not None:
-                tile = "{queries} queries x {bn} tokens".format(**use["tiles"])
-                shown = f" ({tile}, {size(use['shared'])} of shared memory)"
-            names.append(use["kernel"] + shown)
+        for one in row["kernels"]:
+            tile = one["tile"]
+            shown = "" if tile is None else " ({queries} queries x {tokens} tokens, {stages} stages)".format(**tile)
+            names.append(one["kernel"] + shown)
         print(f"kernels of layers {ranges(row['layers'])}: {', '.join(dict.fromkeys(names))}")
 
 
@@ -184,7 +182,7 @@ def show(result: Check, name: str, memory: int | None) -> None:
 def weights_line(result: Check) -> str:
     """`14.2 GiB in bfloat16`, or why the weights are not counted."""
     if result.weight_bytes is None:
-        why = "a config does not say their bytes"
+        why = "the config does not give their size"
         return f"quantized ({result.quantization}), not counted, since {why}. Fix: type --weights 16GiB"
     return size(result.weight_bytes) + (f" in {result.dtype}" if result.quantization is None else "")
 
@@ -194,7 +192,7 @@ def print_layers(result: Check) -> None:
     from qattn_hf.model.layer_kinds import WINDOWED
 
     if result.layers and all("own" in row for row in result.layers):
-        print("nothing is packed: every layer is the model's own")
+        print("nothing is packed: every layer stays in transformers' own cache")
     if not result.layers:
         print("nothing is packed: keys and values are in transformers' own cache")
     for _, group in itertools.groupby(result.layers, key=_alike):
@@ -206,7 +204,7 @@ def print_layers(result: Check) -> None:
         if "own" in row:
             held = "a state that is not counted" if row["bytes"] is None else size(row["bytes"])
             because = f" ({row['why']})" if row.get("why") else ""
-            print(f"  layers {first}-{last}: not packed, the model's own {row['own']}, {held}{because}")
+            print(f"  layers {first}-{last}: not packed, {row['own']}, {held}{because}")
             continue
         why = f" ({row['no_kernels']})" if row["no_kernels"] else ""
         if row.get("window"):

@@ -54,7 +54,7 @@ def plan(
             "--prefill-chunk-size",
             min=1,
             help="Tokens in a call of generate that reads a prompt into a packed cache.",
-            show_default="that of generate",
+            show_default="as in generate",
         ),
     ] = None,
     weights: WeightsOption = None,
@@ -195,7 +195,7 @@ def show(about: dict[str, Any], rows: list[dict[str, Any]], wide: bool = False) 
     chunk = about["prefill_chunk_size"]
     calls = "as generate cuts them" if chunk is None else f"in calls of {chunk} tokens"
     print(f"prompts of packed caches {calls}; a smaller prefill_chunk_size takes less for activations")
-    print("upper bounds: memory is given out as by PyTorch's caching allocator with its default settings")
+    print("upper bounds: they assume PyTorch's caching allocator with its default settings")
     for row in rows:
         if "not_planned" in row:
             print(f"{row['method']}: {row['not_planned']}")

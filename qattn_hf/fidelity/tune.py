@@ -1,6 +1,6 @@
 """Find a recipe for one model within a budget of bits or of KL, for `qattn tune`.
 
-Unpacked layers stay unchanged. Layers, bytes and bits below are those of the packed layers.
+Unpacked layers stay unchanged. Layers, bytes and bits below count only packed layers.
 
 1. Screening. All candidates read what a model in full precision reads (`screening`). A layer drops a candidate if
    another one needs no more bytes and has no larger error of the attention output. It also drops a candidate that

@@ -102,8 +102,8 @@ class ArenaHolder:
 
     def _no_tensor(self) -> NoReturn:
         raise UnsupportedError(
-            "a packed layer has codes, and no tensor of keys or values that could be read or replaced: what prunes or "
-            "edits a cache's tokens (kvpress, for one) needs a stock cache, unpatch(model)"
+            "a packed layer stores codes, so its keys and values cannot be read or replaced: libraries that prune or "
+            "edit cached tokens, such as kvpress, need a stock cache, unpatch(model)"
         )
 
     def _take_no_tensor(self, tensor: Any) -> None:
@@ -146,7 +146,7 @@ class ArenaHolder:
             return
         if capturing():
             raise UnsupportedError(
-                "a loaded cache is copied at its first call, which no CUDA graph can hold: make that call before"
+                "the first call copies a loaded cache, which a CUDA graph cannot capture: make that call before capture"
             )
         assert self.arena is not None
         with torch.inference_mode(False):  # tensors made under inference_mode could not be written outside it

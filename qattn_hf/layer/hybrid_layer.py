@@ -69,7 +69,7 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
 
     def check_crop(self, count: int) -> None:
         raise UnsupportedError(
-            f"cannot crop {count} columns: a layer has linear attention or an SSM, whose state of that time is gone. "
+            f"cannot crop {count} columns: a layer has linear attention or an SSM, and its earlier state is gone. "
             "Start from a fresh cache"
         )
 

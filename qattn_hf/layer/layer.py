@@ -193,8 +193,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
 
     def offload(self) -> None:
         raise UnsupportedError(
-            "a packed cache does not offload yet: make it without offloading; between calls cache.save(path) keeps "
-            "it in a file, and QAttnCache.load brings it back"
+            "a packed cache cannot offload: make it without offloading; between calls cache.save(path) keeps it in a "
+            "file, and QAttnCache.load reads the file"
         )
 
     prefetch = offload

@@ -148,8 +148,8 @@ class ModelLayer:
         """
         if not self._holds(count):
             raise UnsupportedError(
-                f"cannot crop {count} columns: a layer that is the model's own has {self.spec}, and its state of that "
-                "time is gone. Start from a fresh cache"
+                f"cannot crop {count} columns: an unpacked layer has {self.spec}, and its earlier state is gone. Start "
+                "from a fresh cache"
             )
 
     def _holds(self, count: int) -> bool:

@@ -124,8 +124,8 @@ class WindowLayer(QAttnLayer):
         if self.is_initialized and bool(beyond_crop(self.state, spec.window, spec.sliding_window, count).any()):
             raise UnsupportedError(
                 f"cannot crop {count} columns: a packed layer has {WINDOWED[kind_of(spec)]} of {spec.sliding_window}, "
-                f"and what it showed then is gone; {spec.window.horizon} can be removed (crop_horizon). Crop less, or "
-                "start from a fresh cache"
+                f"and tokens that re-enter it are gone; {spec.window.horizon} can be removed (crop_horizon). Crop "
+                "less, or start from a fresh cache"
             )
 
     # Internals

@@ -39,7 +39,7 @@ class TurboQuant(EqualizedMethod):
         Measured("turboquant:k_format=turbo4,v_format=turbo4,norm_block=null", "tune"),
     )
 
-    k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or model precision")
+    k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or unquantized")
     v_format: FormatName = Field("turbo4", description="of V, which needs fewer bits than K")
     norm_block: Literal[16, 32, 64, 128] | None = Field(
         32,

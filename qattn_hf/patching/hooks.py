@@ -238,7 +238,7 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *
     """
     if kwargs.get("push_to_hub"):
         raise UnsupportedError(
-            f"save_pretrained(push_to_hub=True) would leave {RECIPE_FILE} behind: call model.push_to_hub(repo_id)"
+            f"save_pretrained(push_to_hub=True) does not upload {RECIPE_FILE}: call model.push_to_hub(repo_id)"
         )
     saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if args[0] if args else kwargs.get("is_main_process", True):

@@ -76,7 +76,7 @@ def why_stock(
     chosen = [packed if kept is None else unquantized if kept.window is not None else None for kept in own]
     specs = [spec_of(i) for i, spec_of in enumerate(chosen) if spec_of is not None]
     if other := next((kept for kept in own_states([*own, *specs]) if getattr(kept, "window", None) is None), None):
-        return f"steps are eager beside {other}"
+        return f"steps are eager with {other}"
     if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
-        return "memory holds for packed layers alone"
+        return "memory does not support packed windows"
     return None if all(spec.impl == "triton" for spec in specs) else "kernels do not compute all layers"

@@ -1,9 +1,10 @@
-"""Which kernels a process would compile for each method: `python count_kernels.py METHOD...` prints a line for each,
-`METHOD cold NAME`, or `METHOD warm NAME` for those that calls compile after `step.warm` has compiled what it knows of.
-Nothing finds what was compiled for another.
+"""List the kernels that a process would compile for each method: `python count_kernels.py METHOD...`.
 
-Nothing is compiled or run, and no GPU is needed: Triton's launches are followed up to the point where a kernel that is
-not there yet would be compiled.
+Lines are `METHOD cold NAME`, or `METHOD warm NAME` for kernels that calls compile after `step.warm` has compiled its
+list. Methods do not share compiled kernels here.
+
+Nothing is compiled or run, and no GPU is needed: each of Triton's launches is followed up to the point where it would
+compile a missing kernel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""GPUs with less shared memory than Hopper: which tiles they get, that these fit, and that they compute the same.
+"""GPUs with less shared memory than Hopper get tiles that fit and compute the same.
 
-Kernels are compiled for such GPUs, which needs none, and run with the memory of this one limited.
+Kernels are compiled for such GPUs, which needs no GPU, and run with limited shared memory.
 """
 
 from __future__ import annotations

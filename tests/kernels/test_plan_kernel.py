@@ -48,7 +48,7 @@ def layer_of(case: Case) -> QAttnLayer:
 
 
 def call(layer: QAttnLayer, tokens: int, seed: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """One call of two rows, of which the first has a column of padding."""
+    """Run one call of two rows. The first row has a column of padding."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, tokens, heads, 64, generator=g).to(DEVICE).transpose(1, 2) for heads in (4, 2, 2))
     span = torch.tensor([[tokens > 1, tokens - (tokens > 1)], [0, tokens]], dtype=torch.int32, device=DEVICE)
@@ -84,7 +84,7 @@ def test_what_differs_in_more_than_addresses_has_a_plan_of_its_own(computed: lis
     call(layer, 1, 3)
     layer.batch_select_indices([0, 1])
     call(layer, 1, 4)
-    assert len(computed) == 3  # the last one has an arena of its own, and the same shapes
+    assert len(computed) == 3  # the last one has another arena with the same shapes
 
 
 def test_inputs_that_share_memory_are_never_planned(computed: list[int]):

@@ -17,6 +17,7 @@ from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 FP16_MAX = torch.finfo(torch.float16).max
+LARGEST_DENORMAL = torch.finfo(torch.float32).tiny * (1 - 2**-23)  # the fp32 number before the smallest normal one
 INT8_LEVELS = 119  # headroom below 127: dequantizing FlashQ's second stage then stays inside INT8
 
 
@@ -62,6 +63,26 @@ class Operand(NamedTuple):
         `move` receives `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`."""
         scale = None if self.scale is None else move(self.scale[..., None])[..., 0]
         return Operand(move(self.x), scale, None if self.mean is None else move(self.mean))
+
+
+class Codes(NamedTuple):
+    """Packed blocks whose codes are not multiplied yet. `code * unit + zero` gives the INT8 `x` of their `Operand`.
+
+    Attributes:
+        code: fp32 `[B, Hkv, blocks, block, D]`. A product of `unit` with INT8 numbers and codes sums exactly.
+        unit, zero: fp32 `[B, Hkv, blocks, 1, D]`.
+        scale: fp32 `[B, Hkv, blocks, block]`, as in `Operand`.
+    """
+
+    code: torch.Tensor
+    unit: torch.Tensor
+    zero: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the numbers."""
+        return self.code.shape
 
 
 @dataclass(frozen=True)
@@ -180,9 +201,16 @@ class Format:
         codes = state["ring"]
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state.get("ring_scale"))
 
+    @property
+    def token_levels(self) -> int | None:
+        """Largest INT8 code of open tokens, if `quantize_tokens` is `int8_tokens` and no more; else None."""
+        return None
+
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         """Quantize new tokens `[B, H, T, D]` one by one to their open form. May fix scales of the row in `state`."""
-        raise NotImplementedError
+        if self.token_levels is None:
+            raise NotImplementedError
+        return int8_tokens(new.x, self.token_levels)
 
     def requantize(self, x: torch.Tensor) -> Operand:
         """Quantize fp32 numbers `[..., block, D]`, less a mean that a wrapping format took, as `quantize_tokens`
@@ -199,9 +227,18 @@ class Format:
         """Quantize and store one block of every row with `block.write` true."""
         raise NotImplementedError
 
+    def put(self, state: State, tokens: Operand, block: int, at: int) -> None:
+        """Store one token of every row, `[B, H, 1, D]`, as token `at` of block `block`; for formats without a ring."""
+        raise NotImplementedError
+
     def read(self, state: State, blocks: int) -> Operand:
         """Return the first `blocks` blocks `[B, Hkv, blocks, block, D]`, dequantized as far as a product needs."""
         raise NotImplementedError
+
+    def read_codes(self, state: State, blocks: int) -> Codes | None:
+        """Return the first `blocks` blocks without their channel scales; None if the format has none, or codes too
+        large."""
+        return None
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         """Return the bits per code of each head in each row, `[B][Hkv]`; 0 while undecided."""
@@ -281,16 +318,18 @@ def int8_ring(geo: Geometry, slots: int, dim: int, transposed: bool = False) -> 
     }
 
 
-def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
+def int8_tokens(x: torch.Tensor, levels: int | torch.Tensor = INT8_LEVELS) -> Operand:
     """Quantize to symmetric INT8 with one scale per token: `scale = max|x| / levels`, `code = round(x / scale)`.
 
-    An all-zero token gets scale 0, which never raises a block's scale. It dequantizes to zeros."""
+    `levels` may be a tensor that broadcasts to the tokens.
+
+    An all-zero token gets scale 0, which never raises a block's scale. It dequantizes to zeros. No code exceeds
+    `levels`, because a scale errs by half of its last bit only."""
     top = x.abs().amax(-1)
-    scale = top / torch.full_like(top, levels)  # a tensor: CUDA divides by a number via its rounded inverse
-    # a denormal scale would overflow its codes
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
-    divisor = torch.where(scale == 0, 1.0, scale)
-    return Operand(torch.round(x / divisor[..., None]).clamp(-levels, levels).to(torch.int8), scale)
+    # a tensor: CUDA divides by a number via its rounded inverse
+    scale = top / (levels if isinstance(levels, torch.Tensor) else torch.full_like(top, levels))
+    scale = torch.threshold(scale, LARGEST_DENORMAL, 0.0)  # codes of a denormal scale would overflow
+    return Operand(torch.round(x / torch.threshold(scale, 0.0, 1.0)[..., None]).to(torch.int8), scale)
 
 
 def at_fp16_max(stored: torch.Tensor) -> torch.Tensor:

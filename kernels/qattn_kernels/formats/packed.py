@@ -29,3 +29,19 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         low, high = packed.split([packed.shape[-2] * 2 // 3, packed.shape[-2] // 3], dim=-2)
         return unpack(low, 2) | unpack(high, 1) << 2
     return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-2)
+
+
+def unpack_to_float(packed: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the codes of `unpack` in fp32 `[..., block, D]`, in new memory or in `out`. 8 bits are codes as they are.
+
+    Bytes become numbers in one pass over the result."""
+    tokens = packed.shape[-2]
+    if out is None:
+        out = packed.new_empty((*packed.shape[:-2], tokens * 8 // bits, packed.shape[-1]), dtype=torch.float32)
+    if bits == 8 or bits == 3:
+        return out.copy_(packed if bits == 8 else unpack(packed, bits))
+    for i in range(8 // bits):
+        code = packed >> (bits * i) if i else packed
+        code = code & (2**bits - 1) if i + 1 < 8 // bits else code
+        out.narrow(-2, i * tokens, tokens).copy_(code)
+    return out

@@ -67,14 +67,14 @@ def _reference_only(spec: LayerSpec) -> str | None:
     known_pool = (pool.select, pool.exclude, pool.prefill) == ("smallest_key", True, "group")
     rules = {
         f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row": spec.compute.p_scale != "row",
-        "of sink pools the kernels know the one of the smallest keys, excluded, block by block": (
+        "the kernels know only sink pools of the smallest keys, excluded from their blocks, block by block": (
             pool.num and not known_pool
         ),
         "several blocks close together, and the kernels' sink pool competes with one": (
             pool.num and spec.window.span != spec.window.block
         ),
-        "both keys and values have blocks of two widths; the kernels know one side of them": all(aged),
-        "sparse V over blocks of two widths is the reference's": spec.sparsity.tau and any(aged),
+        "both keys and values have blocks of two widths; the kernels know them on one side": all(aged),
+        "only the reference computes sparse V over blocks of two widths": spec.sparsity.tau and any(aged),
         "the kernels know smoothed keys without a sink pool and without heads ranked by row": (
             spec.k.smoothed and (pool.num or mixes(spec.k))
         ),
@@ -104,13 +104,13 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
         if dim not in dims:
             return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
     if latent * spec.window.block > LATENT_BLOCK:
-        return f"blocks have {spec.window.block} tokens, and of latents of {latent} channels the kernels hold fewer"
+        return f"blocks have {spec.window.block} tokens, too many for the kernels with {latent} channels of latents"
     if reason := _no_room(f"latents of {latent} channels", latent, LATENT_SHARED):
         return reason
     if spec.sparsity.tau > 0:
-        return "sparse V over the latents of latent attention (MLA) is the reference's"
+        return "only the reference computes sparse V over latent attention (MLA)"
     if any(low_kind(fmt, heads) > Low.ALL for fmt in (spec.k, spec.v)):
-        return "heads of different bits in latent attention (MLA), which has one, are the reference's"
+        return "latent attention (MLA) has one head, so only the reference computes heads of different bits"
     return None
 
 
@@ -157,13 +157,13 @@ def _unsupported_product(spec: LayerSpec, side: str, fmt: Format) -> str | None:
     compute = spec.compute
     int8 = "int8" in (compute.prefill, compute.decode)
     if compute.decode == "int8" and not fmt.coded and (side == "k" or compute.pv == "int8"):
-        return "INT8 products of a decode over keys and values that are no integers are the reference's"
+        return "only the reference computes a decode with INT8 products of keys or values that are not integers"
     if int8 and fmt.integer and side == "v" and compute.pv != "int8":
-        return "INT8 keys beside INT8 values that are multiplied in the model's precision are the reference's"
+        return "only the reference multiplies INT8 values in the model's dtype with INT8 keys"
     if compute.prefill == "int8" and compute.pv == "e5m2":
-        return "pv is 'e5m2'; of FP8 the kernels multiply E4M3"
+        return "pv is 'e5m2'; the kernels multiply only E4M3 in FP8"
     if compute.prefill == "int8" and "tensor" in (compute.q_scale, compute.k_scale):
         return "granularity is 'tensor'; the kernels scale queries and keys by token, thread or block"
     if compute.smooth_q != "none" and spec.k.integer:
-        return "smooth_q wants keys as they are, and the format has codes alone"
+        return "smooth_q needs unquantized keys, and the format stores only codes"
     return None

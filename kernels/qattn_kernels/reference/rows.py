@@ -5,6 +5,7 @@ The open span is a row's open tokens plus the call's new tokens."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -91,9 +92,16 @@ def columns_back(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     return torch.where(real[:, None, :, None], pick(x, tokens.clamp(0, x.shape[2] - 1)), 0)
 
 
+@lru_cache(maxsize=64)
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return the values of a byte's bits, uint8 `[8]`, lowest first."""
+    with torch.inference_mode(False):  # they outlive the call that asks first
+        return torch.tensor([2**i for i in range(8)], dtype=torch.uint8, device=device)
+
+
 def bits_to_bool(bits: torch.Tensor) -> torch.Tensor:
     """Convert uint8 `[..., n]` to bool `[..., 8 n]`, lowest bit first."""
-    return ((bits[..., None] >> torch.arange(8, device=bits.device, dtype=torch.uint8)) & 1).flatten(-2).bool()
+    return ((bits[..., None] & _weights(bits.device)) != 0).flatten(-2)
 
 
 def bool_to_bits(flags: torch.Tensor) -> torch.Tensor:

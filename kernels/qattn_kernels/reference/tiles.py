@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -49,27 +49,27 @@ class Tiles(NamedTuple):
         return self._replace(k=Operand(torch.cat([v, self.k.dequantize()], -1), None), v=Operand(v, None))
 
     def joined(self, other: Tiles) -> Tiles:
-        """Return these tiles followed by `other`.
-
-        Numbers without scales are joined to scaled ones with scale 1, and tiles without a mean to centered ones with
-        mean 0."""
-
-        def cat(a: Any, b: Any, dim: int) -> Any:
-            return None if a is None else torch.cat([a, b], dim)
-
-        def side(a: Operand, b: Operand) -> Operand:
-            if (a.scale is None) != (b.scale is None):
-                a, b = a.scaled(), b.scaled()
-            if (a.mean is None) != (b.mean is None):
-                a, b = a.centered(), b.centered()
-            return Operand(*(cat(x, y, 2) for x, y in zip(a, b, strict=True)))
+        """Return these tiles followed by `other`."""
 
         def each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             heads = max(a.shape[1], b.shape[1])
             return torch.cat([x.expand(-1, heads, -1, -1) for x in (a, b)], 2)
 
         pos, since, until = (each(a, b) for a, b in zip(self[2:5], other[2:5], strict=True))
-        return Tiles(side(self.k, other.k), side(self.v, other.v), pos, since, until, cat(self.keep, other.keep, 2))
+        keep = torch.cat([self.keep, other.keep], 2)
+        return Tiles(joined_side(self.k, other.k), joined_side(self.v, other.v), pos, since, until, keep)
+
+
+def joined_side(a: Operand, b: Operand) -> Operand:
+    """Return the tiles `a` followed by `b`, `[B, Hkv, n, block, D]`.
+
+    Numbers without scales are joined to scaled ones with scale 1, and tiles without a mean to centered ones with
+    mean 0."""
+    if (a.scale is None) != (b.scale is None):
+        a, b = a.scaled(), b.scaled()
+    if (a.mean is None) != (b.mean is None):
+        a, b = a.centered(), b.centered()
+    return Operand(*(None if x is None else torch.cat([x, y], 2) for x, y in zip(a, b, strict=True)))
 
 
 def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:

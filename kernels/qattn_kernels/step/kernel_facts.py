@@ -1,4 +1,4 @@
-"""Facts about the kernels of this GPU for people: on which GPU their tiles were measured, and who launches them."""
+"""Facts about launches for people: the GPU whose launch configurations are used, and who launches."""
 
 from __future__ import annotations
 

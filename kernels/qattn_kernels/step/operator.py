@@ -34,7 +34,8 @@ def check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
     if span.device.type != "cpu":
         return
     block = spec.window.block
-    need = int((state["closed"] * block + state["length"] - state["open_start"] + span[:, 1]).max())
+    rows = zip(*(state[name].tolist() for name in ("closed", "length", "open_start")), span[:, 1].tolist(), strict=True)
+    need = max(closed * block + length - open_start + new for closed, length, open_start, new in rows)
     have = state["block_len"].shape[1] * block
     if need > have:
         raise CapacityError(

@@ -19,6 +19,7 @@ from qattn_kernels.ops.sink_pool.reference import compete
 from qattn_kernels.ops.sink_pool.table import settle
 from qattn_kernels.reference.query_parts import in_columns, query_parts
 from qattn_kernels.reference.rows import build_open_span, fitting, real_first
+from qattn_kernels.step.one_token import alike, one_token
 
 
 def reference_step(
@@ -33,9 +34,19 @@ def reference_step(
     """Write new tokens, pack full blocks and attend: all operations of one call, in order.
 
     Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode). Longer calls
-    attend to their own tokens as the method's prefill does. Arguments and results are those of `step.operator.attend`.
+    attend to their own tokens as the method's prefill does. Arguments and results are as in `step.operator.attend`.
     """
     q, k, v = rotated(q, k, v, spec.compute, state, partial(map, rotate))
+    rows = alike(state, span, spec, scores) if q.shape[2] == 1 else None
+    short = None if rows is None else one_token(q, k, v, state, spec, scores, rows)
+    out, lse = short or general_step(q, k, v, span, state, spec, scores)
+    return out if spec.compute.rotate_v == "none" else rotate_back(out), lse
+
+
+def general_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: torch.Tensor, state: State, spec: LayerSpec, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `reference_step` for any call, on tensors that are already rotated. The output is not rotated back."""
     given_span = span.expand(q.shape[0], 2)
     span = fitting(state, spec.window, given_span)
     count = span[:, 1].contiguous()
@@ -58,5 +69,4 @@ def reference_step(
         settle(state, open_span.closed)
     if results[0].skip_counts is not None:
         add_skip_counts(state, results[0].skip_counts)
-    out, lse = in_columns(parts, results, q.dtype)
-    return out if spec.compute.rotate_v == "none" else rotate_back(out), lse
+    return in_columns(parts, results, q.dtype)

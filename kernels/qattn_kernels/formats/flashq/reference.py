@@ -17,6 +17,7 @@ from qattn_kernels.formats.base import (
     INT8_LEVELS,
     Arrival,
     Block,
+    Codes,
     FixedBy,
     Format,
     Operand,
@@ -25,7 +26,7 @@ from qattn_kernels.formats.base import (
     write_rows,
 )
 from qattn_kernels.formats.flashq.priority import head_priority
-from qattn_kernels.formats.packed import pack, unpack
+from qattn_kernels.formats.packed import pack, unpack, unpack_to_float
 from qattn_kernels.formats.side import Side
 from qattn_kernels.formats.traits import AgedBlocks, Low, MixedHeads, Span
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
@@ -66,6 +67,7 @@ def stage_two(
     return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
 
 
+MOST_SUMMED = 512  # channels of `Codes`: 127 for a query's code * 246 for `unit * code` * 512 stay below 2^24
 LISTED = 61  # heads that a recipe's list can name, from 0: kernels take the list as bits of an integer
 RECODED = 2**22  # bytes of codes that `recode` processes at a time, to limit its extra memory
 PRIORITIES = ("priority", "min_max", "variation")  # kernels identify a priority by its index
@@ -220,6 +222,10 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim, self.transposed)
 
+    @property
+    def token_levels(self) -> int | None:
+        return INT8_LEVELS if self.buffer_scale == "token" else None
+
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         tokens = int8_tokens(new.x)
         return tokens if self.buffer_scale == "token" else self._universal(new, tokens, state)
@@ -342,6 +348,22 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         channel_scale, zero_point, scale = (state[name][:, :, :blocks] for name in names)
         x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
         return self._operand(x1.to(torch.int8), self.restored(scale))
+
+    def read_codes(self, state: State, blocks: int) -> Codes | None:
+        batch, heads, _, dim = state["channel_scale"].shape
+        if self.mixed or dim > MOST_SUMMED:
+            return None
+        spans = self.spans(blocks)
+        tokens = state[f"codes{spans[-1].bits}"].shape[-1 if self.transposed else -2] * 8 // spans[-1].bits
+        shape = (dim, tokens) if self.transposed else (tokens, dim)
+        code = state["scale"].new_empty((batch, heads, blocks, *shape), dtype=torch.float32)
+        code = code.mT if self.transposed else code
+        for bits, first, end in spans:
+            packed = state[f"codes{bits}"].narrow(2, 0, end - first)
+            unpack_to_float(packed.mT if self.transposed else packed, bits, code.narrow(2, first, end - first))
+        unit, zero = (state[name].narrow(2, 0, blocks).unsqueeze(3).float() for name in ("channel_scale", "zero_point"))
+        scale = self.of_tokens(self.restored(state["scale"].narrow(2, 0, blocks)))
+        return Codes(code, unit, zero, scale.expand(code.shape[:-1]))
 
     def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
         """Repack blocks whose bits change: apply the second stage to their dequantized `X1`.

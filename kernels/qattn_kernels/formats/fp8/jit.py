@@ -1,6 +1,6 @@
 """FP8 with one scale per token in kernels. `formats/fp8/reference.py` is the specification.
 
-The products are those of INT8 tokens in fp16, which represents FP8 and INT8 codes exactly."""
+Products are in fp16, as for INT8 tokens, because fp16 represents FP8 and INT8 codes exactly."""
 
 from __future__ import annotations
 

@@ -55,6 +55,11 @@ class Fp8Format(Format):
         write_rows(state["codes"], block.index, block.write, codes)
         write_rows(state["scale"], block.index, block.write, block.tokens.scales)
 
+    def put(self, state: State, tokens: Operand, block: int, at: int) -> None:
+        codes = state["codes"].mT if self.transposed else state["codes"]
+        codes[:, :, block, at].copy_(tokens.x[:, :, 0].to(torch.float8_e4m3fn).view(torch.uint8))
+        state["scale"][:, :, block, at].copy_(tokens.scales[:, :, 0])
+
     def read(self, state: State, blocks: int) -> Operand:
         codes = state["codes"][:, :, :blocks].view(torch.float8_e4m3fn).to(torch.float16)
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state["scale"][:, :, :blocks])

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_ring, int8_tokens, write_rows
+from qattn_kernels.formats.base import Block, Format, Operand, int8_ring, write_rows
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
@@ -36,8 +36,9 @@ class Int4Format(Format):
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim)
 
-    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
-        return int8_tokens(new.x, LEVELS)
+    @property
+    def token_levels(self) -> int:
+        return LEVELS
 
     def write(self, state: State, block: Block) -> None:
         write_rows(state["codes"], block.index, block.write, pack((block.tokens.x + OFFSET).to(torch.uint8), 4))

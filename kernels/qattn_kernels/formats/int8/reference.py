@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_tokens, write_rows
+from qattn_kernels.formats.base import Block, Format, Operand, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LEVELS = 127  # the full range: no second stage needs headroom
@@ -26,13 +26,19 @@ class Int8Format(Format):
             "scale": TensorSpec(shape, torch.float32, block_dim=2),
         }
 
-    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
-        return int8_tokens(new.x, LEVELS)
+    @property
+    def token_levels(self) -> int:
+        return LEVELS
 
     def write(self, state: State, block: Block) -> None:
         codes = block.tokens.x.transpose(-1, -2) if self.transposed else block.tokens.x
         write_rows(state["codes"], block.index, block.write, codes)
         write_rows(state["scale"], block.index, block.write, block.tokens.scales)
+
+    def put(self, state: State, tokens: Operand, block: int, at: int) -> None:
+        stored = self.read(state, block + 1)
+        stored.x[:, :, block, at].copy_(tokens.x[:, :, 0])
+        stored.scales[:, :, block, at].copy_(tokens.scales[:, :, 0])
 
     def read(self, state: State, blocks: int) -> Operand:
         codes = state["codes"][:, :, :blocks]

@@ -31,6 +31,9 @@ class ModelFormat(Format):
     def write(self, state: State, block: Block) -> None:
         write_rows(state["x"], block.index, block.write, block.tokens.x)
 
+    def put(self, state: State, tokens: Operand, block: int, at: int) -> None:
+        state["x"][:, :, block, at].copy_(tokens.x[:, :, 0])
+
     def read(self, state: State, blocks: int) -> Operand:
         return Operand(state["x"][:, :, :blocks], None)
 

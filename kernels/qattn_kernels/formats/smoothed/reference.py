@@ -66,6 +66,10 @@ class SmoothedFormat(Format):
     def ring(self, state: State) -> Operand:
         return self.core.ring(state)
 
+    @property
+    def token_levels(self) -> int | None:
+        return self.core.token_levels
+
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         return self.core.quantize_tokens(new, state)
 

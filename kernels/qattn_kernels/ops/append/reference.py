@@ -30,13 +30,15 @@ def append(state: State, spec: LayerSpec, open_span: OpenSpan, span: torch.Tenso
     for j in range(open_span.pos.shape[1]):
         index = (open_span.closed + j).clamp(max=capacity - 1).long()
         closes, reached = j < open_span.closing, open_span.valid[:, j, 0]
+        known = closes.device.type == "cpu"  # whether asking does not wait for the device
         write_rows(
             state["dropped"], index, reached, bool_to_bits(open_span.valid[:, None, j] & ~open_span.keep[:, :, j])
         )
         for side, fmt, tokens, keep in (("k", spec.k, open_span.k, k_keep), ("v", spec.v, open_span.v, open_span.keep)):
             block = tokens.map(partial(torch.select, dim=2, index=j))
             where = closes if fmt.windowed else reached
-            fmt.write(side_of(state, side), Block(block, keep[:, :, j], index, where))
+            if not known or where.any():
+                fmt.write(side_of(state, side), Block(block, keep[:, :, j], index, where))
         for name, value in (("block_pos", open_span.pos[:, j, 0]), ("block_len", closes.int() * spec.window.block)):
             write_rows(state[name][:, None], index, closes, value[:, None])
     length = state["length"] + count

@@ -1,0 +1,337 @@
+"""A step of one token per row on a CPU, in plain PyTorch: what `step.reference` computes, bit for bit.
+
+The host reads the rows' lengths, so tokens are slices of the state, and no operation serves padding, longer calls or
+other lengths. `state_of_rows` says which calls qualify; `step.reference` computes all others, such as a step that
+closes a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from qattn_kernels.formats import Arrival, Format, Operand
+from qattn_kernels.formats.base import Codes, int8_tokens
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import Compute, LayerSpec
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layout import State
+from qattn_kernels.ops.sink_pool.table import read_sinks
+from qattn_kernels.reference.rows import bits_to_bool, open_span_blocks
+from qattn_kernels.reference.softmax import sas_exp
+from qattn_kernels.reference.tiles import joined_side, last_hidden
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Rows(NamedTuple):
+    """Lengths that all rows have before the call.
+
+    Attributes:
+        length: tokens.
+        closed: packed blocks.
+        open_start: row position of the first open token.
+        open_blocks: tiles of open tokens, the new one included.
+    """
+
+    length: int
+    closed: int
+    open_start: int
+    open_blocks: int
+
+
+def alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> Rows | None:
+    """Return the lengths of the rows if `one_token` computes the step of a call with one column, else None.
+
+    It does on a CPU, if all rows are equally long and without short blocks, each gets one token, and no block closes.
+    After a crop the rows first grow back to their longest length, so that nothing removed is left behind the end."""
+    window, pool = spec.window, spec.sink_pool
+    if span.device.type != "cpu" or spec.latent or spec.sparsity.tau > 0 or pool.select == "attention":
+        return None
+    if spec.v.smoothed or (pool.num and (scores.window or not spec.v.windowed)):
+        return None
+    rows = [state[name].tolist() for name in ("length", "closed", "open_start", "longest", "origin")]
+    length, closed, open_start, longest, origin = (row[0] for row in rows)
+    if any(row.count(row[0]) < len(row) for row in rows) or any(real != [0, 1] for real in span.tolist()):
+        return None
+    open_blocks = open_span_blocks(window, 1)
+    closes = length + 1 - open_start - window.residual >= window.span
+    fits = closed + open_blocks <= state["block_len"].shape[1]
+    if closes or not fits or length < longest or origin > 0:
+        return None
+    return Rows(length, closed, open_start, open_blocks)
+
+
+def one_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: State, spec: LayerSpec, scores: Scores, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Write one token of every row and attend.
+
+    Args:
+        q: `[B, Hq, 1, D]`, rotated as the layer stores keys.
+        k, v: `[B, Hkv, 1, D]`, likewise.
+        state: the layer's tensors.
+        spec, scores: as in `reference_step`.
+        rows: lengths of the rows (`alike`).
+
+    Returns:
+        Output `[B, Hq, 1, Dv]` in the query's dtype and fp32 log-sum-exp `[B, Hq, 1]`; None if a number is not finite.
+            Nothing is written then.
+    """
+    tokens = _quantized(q, k, v, state, spec, scores.scale)
+    if tokens is None:
+        return None
+    int8 = spec.compute.decode == "int8"
+    sides = []
+    for name, fmt, token, coded in (
+        ("k", spec.k, tokens.k, int8),
+        ("v", spec.v, tokens.v, int8 and spec.compute.pv == "int8"),
+    ):
+        side = side_of(state, name)
+        _store(side, fmt, token, spec.window.block, rows)
+        sides.append(_side(side, fmt, spec, rows, coded))
+    for name in ("length", "columns_seen"):
+        state[name].add_(1)
+    state["longest"].copy_(state["length"])
+    return _attend(tokens, *sides, partial(_hide, state, spec, scores, rows), spec.compute, scores, q.dtype)
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values of one token per row.
+
+    Attributes:
+        q: fp32 `[B, Hq, 1, D]`, multiplied by the softmax scale.
+        coded: `q` in INT8, for integer products; else None.
+        k, v: `[B, Hkv, 1, D]` in the form of open tokens.
+    """
+
+    q: torch.Tensor
+    coded: Operand | None
+    k: Operand
+    v: Operand
+
+
+def _quantized(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: State, spec: LayerSpec, scale: float
+) -> Tokens | None:
+    """Return the tokens of a call as products and formats take them, or None if a number is not finite."""
+    exact, int8 = q.float().mul(scale), spec.compute.decode == "int8"
+    levels = spec.compute.decode_levels, spec.k.token_levels, spec.v.token_levels
+    if int8 and None not in levels and q.shape[3] == v.shape[3]:  # all at once
+        heads = q.shape[1], k.shape[1], v.shape[1]
+        coded = int8_tokens(torch.cat([exact, k, v], 1), _levels(levels, heads))
+        if not math.isfinite(coded.scales.sum().item()):
+            return None
+        return Tokens(exact, *map(Operand, coded.x.split(heads, 1), coded.scales.split(heads, 1)))
+    if not math.isfinite(q.sum().item() + k.sum().item() + v.sum().item()):
+        return None
+    real, count = _ones(len(q))
+    arrivals = (Arrival(x.float(), real, state["length"], count, spec.window.block) for x in (k, v))
+    sides = ((spec.k, side_of(state, "k")), (spec.v, side_of(state, "v")))
+    stored = (fmt.quantize_tokens(new, side) for (fmt, side), new in zip(sides, arrivals, strict=True))
+    return Tokens(exact, int8_tokens(exact, spec.compute.decode_levels) if int8 else None, *stored)
+
+
+@lru_cache(maxsize=64)
+def _levels(levels: tuple[int, ...], heads: tuple[int, ...]) -> torch.Tensor:
+    """Return fp32 `[sum(heads), 1]`: each of `levels` for as many heads."""
+    with torch.inference_mode(False):  # it outlives the call
+        return torch.tensor(levels, dtype=torch.float32).repeat_interleave(torch.tensor(heads))[:, None]
+
+
+@lru_cache(maxsize=64)
+def _ones(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `Arrival.real` and `Arrival.count` of one token per row."""
+    with torch.inference_mode(False):  # they outlive the call
+        return torch.ones(rows, 1, dtype=torch.bool), torch.ones(rows, dtype=torch.int32)
+
+
+def _store(side: State, fmt: Format, token: Operand, block: int, rows: Rows) -> None:
+    """Store one token of every row, `[B, Hkv, 1, D]`, in the ring, or in the arena of a format without one."""
+    if not fmt.windowed:
+        blocks, at = divmod(rows.length - rows.open_start, block)
+        return fmt.put(side, token, rows.closed + blocks, at)
+    ring = fmt.ring(side)
+    at = rows.length % ring.x.shape[2]
+    ring.x.narrow(2, at, 1).copy_(token.x)
+    if ring.scale is not None:
+        ring.scale.narrow(2, at, 1).copy_(token.scales)
+
+
+class Side(NamedTuple):
+    """All tokens of one side: packed blocks, sinks, open tokens. Slots without a token hold any finite numbers.
+
+    Attributes:
+        parts: runs of tiles `[B, Hkv, n, block, D]`. There are several only if a product with them is exact in any
+            order: if all are INT8.
+        scale: fp32 `[B, Hkv, n, block]` of all tiles, as in `Operand`.
+        mean: fp32 `[B, Hkv, n, 1, D]` of all tiles, as in `Operand`.
+    """
+
+    parts: list[torch.Tensor | Codes]
+    scale: torch.Tensor | None
+    mean: torch.Tensor | None
+
+    def numbers(self) -> torch.Tensor:
+        """Return the tokens dequantized, fp32 `[B, Hkv, n, block, D]`, without the mean."""
+        (x,) = self.parts
+        return Operand(x, self.scale).dequantize()
+
+    def integers(self, levels: int) -> Side:
+        """Return the tokens with scales, quantized to INT8 up to `levels` if they have none."""
+        if self.scale is not None:
+            return self
+        coded = int8_tokens(self.numbers(), levels)
+        return Side([coded.x], coded.scale, self.mean)
+
+
+def _side(side: State, fmt: Format, spec: LayerSpec, rows: Rows, coded: bool) -> Side:
+    """Return the tokens of a side. `coded`: the product multiplies integers, if the tokens are INT8."""
+    if not fmt.windowed:
+        read = fmt.read(side, rows.closed + rows.open_blocks)
+        return Side([read.x if coded and read.x.dtype == torch.int8 else read.x.contiguous()], read.scale, read.mean)
+    block = spec.window.block
+    open_ = _open_tokens(side, fmt, spec, rows)
+    tiles = open_.x.unflatten(2, (-1, block))
+    scale = open_.scale if open_.scale is None else open_.scale.unflatten(2, (-1, block))
+    packed = fmt.read_codes(side, rows.closed) if coded and tiles.dtype == torch.int8 else None
+    if packed is not None:
+        assert scale is not None
+        return Side([packed, tiles], torch.cat([packed.scale, scale], 2), None)
+    whole = joined_side(fmt.read(side, rows.closed), Operand(tiles, scale))
+    return Side([whole.x], whole.scale, whole.mean)
+
+
+def _open_tokens(side: State, fmt: Format, spec: LayerSpec, rows: Rows) -> Operand:
+    """Return the sinks, filled up to whole tiles, and the ring from the first open token on, `[B, Hkv, m, D]`."""
+    ring, block = fmt.ring(side), spec.window.block
+    slots = ring.x.shape[2]
+    start = rows.open_start % slots
+    end = start + rows.open_blocks * block
+    runs = [_run(ring, start, min(end, slots))]
+    if end > slots:
+        runs.append(_run(ring, 0, end - slots))
+    if spec.sink_pool.num:
+        sinks = read_sinks(side, fmt)
+        runs = [sinks] * max(1, block // sinks.x.shape[2]) + runs
+    if len(runs) == 1:
+        return runs[0]
+    scale = None if ring.scale is None else torch.cat([run.scales for run in runs], 2)
+    return Operand(torch.cat([run.x for run in runs], 2), scale)
+
+
+def _run(tokens: Operand, first: int, end: int) -> Operand:
+    """Return the tokens from `first` to `end` (exclusive)."""
+    x, scale = tokens.x.narrow(2, first, end - first), tokens.scale
+    return Operand(x, None if scale is None else scale.narrow(2, first, end - first))
+
+
+def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Tensor) -> None:
+    """Set the scores `s` `[B, Hkv, G, n, block]` of tokens that the new one does not see to -inf."""
+    block, pool = spec.window.block, spec.sink_pool
+    if pool.num or state["nonfinite"].any():  # some tokens are masked
+        bits = bits_to_bool(state["dropped"].narrow(2, 0, rows.closed + rows.open_blocks))
+        if pool.num:
+            gone = state["sink.born"] <= state["sink.written"]  # free places too
+            copies = torch.ones_like(gone)  # that fill up the tile
+            sinks = torch.cat([gone, *[copies] * (block // gone.shape[2] - 1)], 2).unflatten(2, (-1, block))
+            bits = torch.cat([bits.narrow(2, 0, rows.closed), sinks, bits.narrow(2, rows.closed, rows.open_blocks)], 2)
+        s.masked_fill_(bits.unsqueeze(2), -torch.inf)
+    s = s.flatten(3)
+    past_end = rows.open_start + rows.open_blocks * block - (rows.length + 1)
+    s.narrow(3, s.shape[3] - past_end, past_end).fill_(-torch.inf)
+    if scores.window:
+        first = rows.open_start - rows.closed * block  # row position of the first token
+        before = last_hidden(torch.tensor(rows.length), scores.window).item() + 1
+        s.narrow(3, 0, max(0, before - first)).fill_(-torch.inf)
+
+
+def _key_products(q: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
+    """Return the products of fp32 `q` `[B, Hkv, G, D]` and keys, `[B, Hkv, G, n, block]`."""
+    if isinstance(part, torch.Tensor):
+        return (q @ part.float().flatten(2, 3).mT).unflatten(3, part.shape[2:4])
+    products = (q.unsqueeze(2) * part.unit) @ part.code.mT
+    return products.transpose(2, 3).add_((q @ part.zero.squeeze(3).mT).unsqueeze(4))
+
+
+def _value_products(p: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
+    """Return the products of weights `p` `[B, Hkv, n, G, block]` and values of each tile, `[B, Hkv, n, G, D]`."""
+    if isinstance(part, torch.Tensor):
+        return p @ part.float()
+    return (p @ part.code).mul_(part.unit).add_(p.sum(-1, keepdim=True) * part.zero)
+
+
+def _scores(tokens: Tokens, k: Side, compute: Compute, softcap: float) -> torch.Tensor:
+    """Return the scores `[B, Hkv, G, n, block]` of the queries, soft-capped, not masked."""
+    shape = (len(tokens.q), k.parts[0].shape[1], -1, tokens.q.shape[3])
+    q = tokens.q.view(shape)
+    if tokens.coded is not None:
+        k = k.integers(compute.qk_levels)
+        codes = tokens.coded.x.float().view(shape)
+        products = [_key_products(codes, part) for part in k.parts]
+        s = torch.cat(products, 3) if len(products) > 1 else products[0]
+        s.mul_(tokens.coded.scales.reshape(*shape[:3], 1, 1)).mul_(k.scale.unsqueeze(2))
+        if k.mean is not None:
+            s.add_((q.double() @ k.mean.squeeze(3).double().mT).float().unsqueeze(4))
+    else:
+        s = _key_products(q, k.numbers())
+    return s.div_(softcap).tanh_().mul_(softcap) if softcap else s
+
+
+def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row sums `[B, Hkv, G, n]` of weights `p`, and the products `[B, Hkv, n, G, D]` of rounded weights."""
+    v = v.integers(compute.pv_levels)
+    scales = v.scale.unsqueeze(2)
+    w = p * scales
+    scale = w.amax(-1) / compute.pv_levels
+    w.div_(torch.threshold(scale, 0.0, 1.0).unsqueeze(4)).round_()
+    if compute.round_sum:
+        none = scales == 0
+        sums = torch.where(none, p, w * scale[..., None] / torch.where(none, 1.0, scales)).sum(-1)
+    else:
+        sums = p.sum(-1)
+    w, products, first = w.transpose(2, 3), [], 0
+    for part in v.parts:
+        products.append(_value_products(w.narrow(2, first, part.shape[2]), part))
+        first += part.shape[2]
+    out = torch.cat(products, 2) if len(products) > 1 else products[0]
+    return sums, out.mul_(scale.transpose(2, 3).unsqueeze(4))
+
+
+def _attend(
+    tokens: Tokens,
+    k: Side,
+    v: Side,
+    hide: Callable[[torch.Tensor], None],
+    compute: Compute,
+    scores: Scores,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `reference.attention.attend` for one query per row.
+
+    `hide` sets scores of invisible tokens to -inf (`_hide`). The output has the given dtype."""
+    heads, shape = k.parts[0].shape[1], tokens.q.shape[:3]
+    s = _scores(tokens, k, compute, scores.softcap)
+    hide(s)
+
+    # weights and row sum of each tile, relative to its maximum; the factor that rescales it to the last maximum
+    top = s.amax(-1).clamp_(LOWEST)  # a tile may have no visible token
+    top = top.cummax(-1).values if compute.softmax == "sas" else top
+    s.sub_(top.unsqueeze(4))
+    p = sas_exp(s, compute.sas_threshold) if compute.softmax == "sas" else s.exp_()
+    last = top.amax(-1)
+    sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, -1)
+    last = last if sinks is None else torch.maximum(last, sinks)
+    rescale = (top - last.unsqueeze(3)).exp_()
+    if compute.decode == "int8" and compute.pv == "int8":
+        sums, out = _rounded_products(p, v, compute)
+    else:
+        sums, out = p.sum(-1), _value_products(p.transpose(2, 3), v.numbers())
+    total = (sums * rescale).sum(-1)
+    total = total if sinks is None else total + torch.exp(sinks - last)
+    out = out.mul_(rescale.transpose(2, 3).unsqueeze(4)).sum(2).div_(total.unsqueeze(3))
+    lse = last + total.log()
+    return out.to(dtype).view(*shape, -1), lse.view(shape)
