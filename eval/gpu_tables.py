@@ -52,7 +52,7 @@ def _targets(results: list[Result]) -> Iterable[Row]:
 
 
 def _refused(rows: list[Row]) -> str:
-    """Each reason of a refusal, behind the methods that it refuses."""
+    """Return the refused methods with the reason of each refusal."""
     reasons: dict[str, dict[str, None]] = {}
     for row in rows:
         if "refused" in row:

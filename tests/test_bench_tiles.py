@@ -80,7 +80,7 @@ def test_the_fastest_is_kept_and_later_launches_take_it(folder: Path):
         assert file == folder / "nvidia-geforce-rtx-3090.json"
         assert in_use("none") == SMALL and in_use("int8") == before
     with as_chip(RTX._replace(name="NVIDIA RTX A6000")):
-        assert in_use("none") == SMALL, "a GPU of its capability has no file of its own"
+        assert in_use("none") == SMALL, "a GPU of this capability has no file for its name"
     with as_chip(chip_with(89)):
         assert in_use("none") != SMALL
     assert len(json.loads(file.read_text())["measured"]["rows"]) == len(rows)

@@ -136,7 +136,7 @@ def test_quantized_weights_are_not_counted_as_unquantized_ones(name, qattn, tmp_
 
 def attend_of(data: dict) -> list[dict]:
     """The tiles of the prompts' attention in the data of `qattn doctor --json`."""
-    return [one["tile"] for row in data["kernels"] for one in row["kernels"] if one["kernel"] == "attend"]
+    return [one["tiles"] for row in data["kernels"] for one in row["kernels"] if one["kernel"] == "attend"]
 
 
 def test_a_card_that_is_not_here_has_its_tiles_and_memory(qattn, tmp_path):
@@ -149,10 +149,10 @@ def test_a_card_that_is_not_here_has_its_tiles_and_memory(qattn, tmp_path):
         assert data["machine"]["gpu"]["name"] == CARDS[card].name and data["longest"] > 0
         assert {"decode_kernel", "attend"} <= {one["kernel"] for one in data["kernels"][0]["kernels"]}
     (small,), (large,) = map(attend_of, found.values())
-    assert small["tokens"] < large["tokens"], "99 KiB of shared memory hold fewer tokens"
+    assert small["bn"] < large["bn"], "99 KiB of shared memory hold fewer tokens"
     code, out, _ = qattn(str(tmp_path), "--method", "kivi", "--gpu", "RTX-4090")
     assert code == 0 and "99 KiB of shared memory a program, 23.5 GiB" in out
-    assert f"{small['queries']} queries x {small['tokens']} tokens" in out
+    assert f"{small['queries']} queries x {small['bn']} tokens, " in out
     code, out, err = qattn(str(tmp_path), "--gpu", "rtx")
     assert code == 2 and not out and "rtx is unknown. Fix: give one of t4, rtx-3090" in err
 

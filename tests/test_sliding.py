@@ -73,7 +73,7 @@ def test_what_a_report_says():
     assert window["packed_tokens"] < full["packed_tokens"] == data["packed"]["packed_tokens"]
     assert window["bytes_full_precision"] == 2 * WINDOW * 2 * 2 * 16 * 4  # rows, tokens, sides, heads, channels, fp32
     assert "sliding window of 20" in text["packed"] and "not packed" not in text["packed"]
-    assert "not packed: sliding='exact': steps are eager on a cpu" in " ".join(text["exact"].split())
+    assert "(sliding='exact': steps are eager on a cpu)" in " ".join(text["exact"].split())
 
 
 def gemma3(**changes: Any) -> Gemma3TextConfig:
@@ -127,7 +127,7 @@ def test_windows_lose_nothing_by_default(settings, changes, why):
 def test_windows_beside_other_states_are_the_models_own():
     specs = find_recipe("turbo", None, {}).layer_specs(tiny("lfm3").config, "cuda")
     (window,) = (spec for spec in specs if getattr(spec, "window", None) == WINDOW)
-    assert window.why == "sliding='exact': steps are eager beside convolution"
+    assert window.why == "sliding='exact': steps are eager with convolution"
 
 
 def test_check_predicts_the_bytes_of_a_cache():
@@ -171,7 +171,7 @@ def test_unquantized_windows_lose_nothing(family, monkeypatch):
 
 def test_what_is_said_of_unquantized_windows(monkeypatch):
     left = patched(tiny("gemma2"), "turbo", "exact")._qattn.runner.why
-    assert "1 layers keep what is the model's own" in left and "sliding='packed'" in left
+    assert "1 unpacked layers" in left and "sliding='packed'" in left
     in_packed_cache(monkeypatch)
     with pytest.warns(UserWarning, match="nothing is packed: every layer is unquantized, with sliding window of 20"):
         patched(tiny("mistral"), "turbo", "exact")

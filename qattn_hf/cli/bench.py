@@ -40,7 +40,7 @@ CPU_NOTE = (
     "note: on a CPU the reference computes small shapes. The command works, but the figures say nothing about a GPU"
 )
 DEFAULT = ("turbo", "int8", "none")
-DEFAULT_OF_TILES = ("int8", "none")  # products in INT8 and in the model's precision
+DEFAULT_OF_TILES = ("int8", "none")  # INT8 products and unquantized products
 DEFAULT_OF_GENERATE = ("turbo", "int8")
 DEFAULT_OF_THROUGHPUT = ("int8", "turbo", "turbo:bits=mixed", "kivi:bits=2,group_size=128,residual_length=32")
 MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]

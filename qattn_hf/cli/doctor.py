@@ -84,7 +84,7 @@ def doctor(
     else:
         show_machine(found.machine)
         show(found.check, name, gpu_memory)
-        show_kernels(found.kernels)
+        show_kernels(data["kernels"])
     if compiled is not None and not as_json:
         print(compiled)
     write_data(data, output)
@@ -119,10 +119,12 @@ def show_kernels(kernels: list[dict[str, Any]]) -> None:
     """Print the kernels of each kind of layer, with the tile of a prompt's attention."""
     for row in kernels:
         names = []
-        for one in row["kernels"]:
-            tile = one["tile"]
-            shown = "" if tile is None else " ({queries} queries x {tokens} tokens, {stages} stages)".format(**tile)
-            names.append(one["kernel"] + shown)
+        for use in row["kernels"]:
+            shown = ""
+            if use["tiles"] is not None:
+                tile = "{queries} queries x {bn} tokens".format(**use["tiles"])
+                shown = f" ({tile}, {size(use['shared'])} of shared memory)"
+            names.append(use["kernel"] + shown)
         print(f"kernels of layers {ranges(row['layers'])}: {', '.join(dict.fromkeys(names))}")
 
 

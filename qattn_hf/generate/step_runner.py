@@ -71,8 +71,8 @@ def runner_of_model(
 
 def _moving(own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> str:
     windows = all(isinstance(spec, ModelLayerSpec) and spec.window is not None for spec in own)
-    hint = "; packed windows are, with sliding='packed'" if windows else ""
-    return f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured{hint}"
+    hint = "; sliding='packed' packs windows, which can be" if windows else ""
+    return f"{len(own)} unpacked layers ({own[0]}) cannot be captured{hint}"
 
 
 def step_runner(model: PreTrainedModel, call: Call) -> Runner:

@@ -31,17 +31,21 @@ class Columns(NamedTuple):
     def put_back(self, layer: Any) -> None:
         """Remove the columns that came since, each from a separate call. The layer is left `torn` if one was padding,
         if a compiled step wrote to it, or if its kernel launches were interrupted."""
-        count, lost = layer.edits - self.host["edits"], layer.torn or layer._used is None
-        if not lost:
-            seen, padded = columns(layer)
-            lost = seen - count < padded
-            layer.own()
-        layer.torn = True  # until the attributes are set: the number of columns to remove is known only once
-        if lost:
+        count = layer.edits - self.host["edits"]
+        if layer.torn or layer._used is None or _pads(layer, count):
+            layer.torn = True
             return
+        layer.own()
+        layer.torn = True  # until the attributes are set: the number of columns to remove is known only once
         if count:
             layer.cut(count)
         vars(layer).update(self.host)
+
+
+def _pads(layer: Packed, count: int) -> bool:
+    """Return whether one of the last `count` columns of a layer is padding or comes before padding."""
+    seen, padded = columns(layer)
+    return seen - count < padded
 
 
 class Crop(NamedTuple):

@@ -40,7 +40,7 @@ class Mark(NamedTuple):
     zeros: int = 0
 
     def put_back(self, layer: Any) -> None:
-        """Restore the layer. It is left `torn` if a compiled step wrote to it, of which the host does not know."""
+        """Restore the layer. It is left `torn` if a compiled step wrote to it, which the host cannot see."""
         if self.kept is not None:
             if layer._used is None and self.host["_used"] is not None:
                 layer.torn = True

@@ -294,9 +294,7 @@ class WindowedMethod(RotatedMethod):
     }
 
     sink_num: int = Field(0, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none")
-    sink_window: int = Field(
-        0, ge=0, le=128, description="latest tokens evicted from the sinks that are not packed either"
-    )
+    sink_window: int = Field(0, ge=0, le=128, description="latest evicted sinks that are not packed either")
     sink_skip_layers: int = Field(0, ge=0, description="first layers without attention sinks")
 
     def sink_pool(self, layer: int) -> SinkPool:

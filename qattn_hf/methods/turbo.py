@@ -92,9 +92,7 @@ class Turbo(WindowedMethod):
     sink_num: int = Field(
         3, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none, as in the paper"
     )
-    sink_window: int = Field(
-        8, ge=0, le=128, description="latest tokens evicted from the sinks that are not packed either"
-    )
+    sink_window: int = Field(8, ge=0, le=128, description="latest evicted sinks that are not packed either")
     memory: int | str | None = Field(
         None,
         description="limit for all packed layers together, in bytes or as text such as 12GiB. Blocks begin with 8 "

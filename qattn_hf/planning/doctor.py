@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
@@ -18,6 +18,9 @@ from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.chip import as_chip
 from qattn_kernels.layer.support import no_triton
 
+if TYPE_CHECKING:
+    from qattn_kernels.step.tiles import Use
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -26,8 +29,7 @@ class Diagnosis:
     Attributes:
         machine: `machine.machine`.
         check: what `patch` would do with the model.
-        kernels: for each kind of layer that kernels compute, its `layers` and their `kernels`
-            (`step.tiles.uses`): name, warps, and tile of a prompt's attention.
+        kernels: for each kind of layer that kernels compute, its `layers` and their `kernels` (`step.tiles.Use`).
         problems: a sentence for each thing that would not run. Empty: everything runs.
     """
 
@@ -38,7 +40,8 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold, with the fields of `Check` at the top."""
-        return {**asdict(self.check), "machine": self.machine, "kernels": self.kernels, "problems": self.problems}
+        kernels = [{**row, "kernels": [_plain(use) for use in row["kernels"]]} for row in self.kernels]
+        return {**asdict(self.check), "machine": self.machine, "kernels": kernels, "problems": self.problems}
 
 
 def diagnose(
@@ -74,6 +77,10 @@ def diagnose(
     return Diagnosis(here, found, kernels, [*refused, *(problems(here) if asked_here else [])])
 
 
+def _plain(use: Use) -> dict[str, Any]:
+    return {**use._asdict(), "tiles": None if use.tiles is None else use.tiles._asdict()}
+
+
 def _kernels(model: str | Path, recipe: Recipe, device_type: str, dtype: torch.dtype | None) -> list[dict[str, Any]]:
     """Return `Diagnosis.kernels`."""
     from qattn_kernels.step.tiles import uses  # loads Triton
@@ -84,16 +91,4 @@ def _kernels(model: str | Path, recipe: Recipe, device_type: str, dtype: torch.d
     recipe = recipe.for_model(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     found = shapes(config, enumerate(recipe.layer_specs(config, device_type)), dtype, torch.device("meta"))
-    rows = []
-    for shape, layers in found.items():
-        kernels = uses(shape)
-        assert not isinstance(kernels, str), kernels  # `layer_specs` chose kernels for these layers
-        rows.append({"layers": layers, "kernels": [_facts(use) for use in kernels]})
-    return rows
-
-
-def _facts(use: Any) -> dict[str, Any]:
-    """Return a `step.tiles.Use` as a dict: `kernel` (its name), `warps`, and `tile` of a prompt's attention."""
-    tiles = use.tiles
-    tile = None if tiles is None else {"queries": tiles.queries, "tokens": tiles.bn, "stages": tiles.stages}
-    return {"kernel": use.kernel, "warps": use.warps, "tile": tile}
+    return [{"layers": layers, "kernels": uses(shape)} for shape, layers in found.items()]

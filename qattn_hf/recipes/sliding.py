@@ -49,8 +49,8 @@ def decide(
     specs = {i: _window(kept, (unquantized if exact else packed)(i), exact) for i, kept in windows.items()}
     if any(spec.sink_pool.num for spec in specs.values()):
         raise UnsupportedError(
-            "sliding='packed' cannot pack these windows: the method keeps attention sinks, which a window leaves "
-            "behind. Use sliding='exact'"
+            "sliding='packed' cannot pack these windows: the method keeps attention sinks, which a window drops. Use "
+            "sliding='exact'"
         )
     return [specs.get(i, kept) for i, kept in enumerate(own)]
 

@@ -206,7 +206,7 @@ DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
     DIMS_OF += [(case, 80, 3) for case in BY_CHANNELS]
     DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]
-    DIMS_OF += [(INT8, 64, 71)]  # as many query heads as a model with one KV head has
+    DIMS_OF += [(INT8, 64, 71)]  # the query heads of a model with one KV head
 PADDED_DIMS = [72, 80, 96, 112, 192]
 PADDED_CASES = [TURBO, INT8, KIVI, ("sinkq", {"residual_length": 0, "sink_num": 2}), ("turboquant", {})]
 DIMS_OF += [(case, dim, 2) for case, dim in product(PADDED_CASES, PADDED_DIMS)]

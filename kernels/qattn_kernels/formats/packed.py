@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 
@@ -21,27 +23,22 @@ def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
     return out
 
 
-def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack(packed: torch.Tensor, bits: int, dim: int = -2) -> torch.Tensor:
     """Unpack bytes `[..., n, D]` to codes `[..., block, D]`, the inverse of `pack`.
 
-    With 4 bits, 0x95 in byte 0 is code 5 of token 0 and code 9 of token `n`."""
+    With 4 bits, 0x95 in byte 0 is code 5 of token 0 and code 9 of token `n`. `dim`: the dimension of tokens, -2 or -1
+    for bytes `[..., D, n]`."""
     if bits == 3:
-        low, high = packed.split([packed.shape[-2] * 2 // 3, packed.shape[-2] // 3], dim=-2)
-        return unpack(low, 2) | unpack(high, 1) << 2
-    return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-2)
+        low, high = packed.split([packed.shape[dim] * 2 // 3, packed.shape[dim] // 3], dim=dim)
+        return unpack(low, 2, dim) | unpack(high, 1, dim) << 2
+    mask = 2**bits - 1
+    if dim == -1:  # one shift for all: short runs of other shifts take longer
+        return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], -1)
+    return ((packed.unsqueeze(-3) >> _shifts(bits, packed.device)) & mask).flatten(-3, -2)
 
 
-def unpack_to_float(packed: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the codes of `unpack` in fp32 `[..., block, D]`, in new memory or in `out`. 8 bits are codes as they are.
-
-    Bytes become numbers in one pass over the result."""
-    tokens = packed.shape[-2]
-    if out is None:
-        out = packed.new_empty((*packed.shape[:-2], tokens * 8 // bits, packed.shape[-1]), dtype=torch.float32)
-    if bits == 8 or bits == 3:
-        return out.copy_(packed if bits == 8 else unpack(packed, bits))
-    for i in range(8 // bits):
-        code = packed >> (bits * i) if i else packed
-        code = code & (2**bits - 1) if i + 1 < 8 // bits else code
-        out.narrow(-2, i * tokens, tokens).copy_(code)
-    return out
+@lru_cache(maxsize=64)
+def _shifts(bits: int, device: torch.device) -> torch.Tensor:
+    """Return the place of each code in a byte, uint8 `[8 / bits, 1, 1]`."""
+    with torch.inference_mode(False):  # they outlive the call that asks first
+        return torch.tensor(range(0, 8, bits), dtype=torch.uint8, device=device)[:, None, None]

@@ -25,7 +25,7 @@ class Memory(Protocol):
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Bytes behind the state tensors, uint8. Their addresses stay the same between calls."""
+        """The uint8 tensors that hold the state tensors. Their addresses stay the same between calls."""
 
     @property
     def plan_key(self) -> Any:

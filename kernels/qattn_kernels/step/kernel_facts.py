@@ -1,4 +1,4 @@
-"""Facts about launches for people: the GPU whose launch configurations are used, and who launches."""
+"""Facts about the kernels of this GPU for people: on which GPU their tiles were measured, and who launches them."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from qattn_kernels.formats import Arrival, Format, Operand
 from qattn_kernels.formats.base import Codes, int8_tokens
@@ -47,7 +48,7 @@ def alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> 
     """Return the lengths of the rows if `one_token` computes the step of a call with one column, else None.
 
     It does on a CPU, if all rows are equally long and without short blocks, each gets one token, and no block closes.
-    After a crop the rows first grow back to their longest length, so that nothing removed is left behind the end."""
+    After a crop the rows first grow back to their longest length, so that no removed token follows the end."""
     window, pool = spec.window, spec.sink_pool
     if span.device.type != "cpu" or spec.latent or spec.sparsity.tau > 0 or pool.select == "attention":
         return None
@@ -72,7 +73,7 @@ def one_token(
 
     Args:
         q: `[B, Hq, 1, D]`, rotated as the layer stores keys.
-        k, v: `[B, Hkv, 1, D]`, likewise.
+        k, v: `[B, Hkv, 1, D]`, rotated in the same way.
         state: the layer's tensors.
         spec, scores: as in `reference_step`.
         rows: lengths of the rows (`alike`).
@@ -137,7 +138,7 @@ def _quantized(
 
 @lru_cache(maxsize=64)
 def _levels(levels: tuple[int, ...], heads: tuple[int, ...]) -> torch.Tensor:
-    """Return fp32 `[sum(heads), 1]`: each of `levels` for as many heads."""
+    """Return fp32 `[sum(heads), 1]`: each of `levels`, repeated for its number of heads."""
     with torch.inference_mode(False):  # it outlives the call
         return torch.tensor(levels, dtype=torch.float32).repeat_interleave(torch.tensor(heads))[:, None]
 
@@ -236,8 +237,7 @@ def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Te
         bits = bits_to_bool(state["dropped"].narrow(2, 0, rows.closed + rows.open_blocks))
         if pool.num:
             gone = state["sink.born"] <= state["sink.written"]  # free places too
-            copies = torch.ones_like(gone)  # that fill up the tile
-            sinks = torch.cat([gone, *[copies] * (block // gone.shape[2] - 1)], 2).unflatten(2, (-1, block))
+            sinks = pad(gone, (0, -gone.shape[2] % block), value=True).unflatten(2, (-1, block))
             bits = torch.cat([bits.narrow(2, 0, rows.closed), sinks, bits.narrow(2, rows.closed, rows.open_blocks)], 2)
         s.masked_fill_(bits.unsqueeze(2), -torch.inf)
     s = s.flatten(3)

@@ -6,6 +6,7 @@ in sequence."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ def attend_directly(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         return _planned(step)
     state = memory.state
     check_capacity(state, memory.spec, span)
-    with torch.autocast(query.device.type, enabled=False):  # integer products sum exactly in fp32 only
+    autocast = torch.is_autocast_enabled(query.device.type)  # integer products sum exactly in fp32 only
+    with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
         out, lse = reference_step(query, key, value, span, state, memory.spec, scores)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 

@@ -26,7 +26,7 @@ from qattn_kernels.formats.base import (
     write_rows,
 )
 from qattn_kernels.formats.flashq.priority import head_priority
-from qattn_kernels.formats.packed import pack, unpack, unpack_to_float
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.side import Side
 from qattn_kernels.formats.traits import AgedBlocks, Low, MixedHeads, Span
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
@@ -317,8 +317,8 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return packed.transpose(-1, -2) if self.transposed else packed
 
     def _unpacked(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        codes = codes.transpose(-1, -2) if self.transposed else codes
-        return codes if bits == 8 else unpack(codes, bits)
+        codes = codes if bits == 8 else unpack(codes, bits, -1 if self.transposed else -2)
+        return codes.mT if self.transposed else codes
 
     def _place_heads(self, state: State, x1: torch.Tensor, scale: torch.Tensor, block: Block) -> None:
         """Choose each head's place in the arenas when a row's first block closes; 4-bit places come first."""
@@ -338,29 +338,16 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         state["head_of"].copy_(torch.where(first, places, state["head_of"]))
 
     def read(self, state: State, blocks: int) -> Operand:
-        if self.mixed:
-            code = self._read_mixed(state, blocks)
-        else:
-            spans = [(bits, max(0, min(blocks, end) - first)) for bits, first, end in self.spans(blocks)]
-            parts = [self._unpacked(state[f"codes{bits}"][:, :, :count], bits) for bits, count in spans]
-            code = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+        code = self._read_mixed(state, blocks) if self.mixed else self._read_plain(state, blocks)
         names = ("channel_scale", "zero_point", "scale")
         channel_scale, zero_point, scale = (state[name][:, :, :blocks] for name in names)
         x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
         return self._operand(x1.to(torch.int8), self.restored(scale))
 
     def read_codes(self, state: State, blocks: int) -> Codes | None:
-        batch, heads, _, dim = state["channel_scale"].shape
-        if self.mixed or dim > MOST_SUMMED:
+        if self.mixed or state["channel_scale"].shape[-1] > MOST_SUMMED:
             return None
-        spans = self.spans(blocks)
-        tokens = state[f"codes{spans[-1].bits}"].shape[-1 if self.transposed else -2] * 8 // spans[-1].bits
-        shape = (dim, tokens) if self.transposed else (tokens, dim)
-        code = state["scale"].new_empty((batch, heads, blocks, *shape), dtype=torch.float32)
-        code = code.mT if self.transposed else code
-        for bits, first, end in spans:
-            packed = state[f"codes{bits}"].narrow(2, 0, end - first)
-            unpack_to_float(packed.mT if self.transposed else packed, bits, code.narrow(2, first, end - first))
+        code = self._read_plain(state, blocks).float()
         unit, zero = (state[name].narrow(2, 0, blocks).unsqueeze(3).float() for name in ("channel_scale", "zero_point"))
         scale = self.of_tokens(self.restored(state["scale"].narrow(2, 0, blocks)))
         return Codes(code, unit, zero, scale.expand(code.shape[:-1]))
@@ -392,6 +379,12 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         """Return packed codes, channel scales and zero points of `X1`."""
         code, scale, zero_point = stage_two(x1, keep, bits, self.clip)
         return self._packed(code, bits), scale, zero_point
+
+    def _read_plain(self, state: State, blocks: int) -> torch.Tensor:
+        parts = [
+            self._unpacked(state[f"codes{bits}"][:, :, : end - first], bits) for bits, first, end in self.spans(blocks)
+        ]
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _read_mixed(self, state: State, blocks: int) -> torch.Tensor:
         codes = [self._unpacked(state[f"codes{bits}"][:, :, :blocks], bits) for bits in (4, 2)]

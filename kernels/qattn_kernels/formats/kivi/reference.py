@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from qattn_kernels.formats.base import FP16_MAX, Block, OpenFormat, Operand, write_rows
-from qattn_kernels.formats.packed import pack, unpack_to_float
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.side import Side
 from qattn_kernels.formats.traits import Compensated
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
@@ -200,13 +200,13 @@ class KiviFormat(Compensated, OpenFormat):
     def numbers(self, state: State, blocks: int) -> torch.Tensor:
         """Return the first `blocks` blocks `[B, Hkv, blocks, block, D]` dequantized, in fp32."""
         codes = state["codes"][:, :, :blocks]
-        x = unpack_to_float(codes.mT.contiguous() if self.per_token else codes, self.bits)
+        x = unpack(codes.mT.contiguous() if self.per_token else codes, self.bits).float()
         if self.strided(x.shape[-1], x.shape[-2]):
             x = x.unflatten(-2, (-1, 8, 4)).transpose(-3, -2).flatten(-4, -2)
         scale, zero_point = (state[name][:, :, :blocks].float() for name in ("scale", "zero_point"))
         if self.per_token and x.shape[-1] % x.shape[-2] == 0:  # whole groups of channels
             groups = x.unflatten(-1, (-1, x.shape[-2]))
-            groups.mul_(scale.mT[..., None]).add_(zero_point.mT[..., None])
+            groups.mul_(scale.mT.contiguous()[..., None]).add_(zero_point.mT.contiguous()[..., None])
             return x
         scale, zero_point = self._spread(scale, zero_point, x.shape[-1])
         return x.mul_(scale).add_(zero_point)
