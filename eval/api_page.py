@@ -116,7 +116,9 @@ def command_entry(name: str, command: Any, context: Any) -> str:
     about = [part for part in paragraphs if part not in examples]
     params = sorted(command.get_params(context), key=lambda param: param.param_type_name != "argument")
     records = [record for param in params if (record := param.get_help_record(context))]
-    rows = [f"| `{cell(option)}` | {cell(text)} |" for option, text in records if not option.startswith("--help")]
+    # Markdown shows a backslash inside code, so choices have commas between instead of escaped bars
+    named = [(option.replace("|", ", "), text) for option, text in records if not option.startswith("--help")]
+    rows = [f"| `{cell(option)}` | {cell(text)} |" for option, text in named]
     parts = [f"## {name}", *about]
     if examples:
         parts.append("\n".join(["```bash", *examples, "```"]))

@@ -1,12 +1,14 @@
-"""Beam search and assisted generation beside greedy search: `python eval/beams_speed.py` prints one JSON row a case.
+"""Beam search and assisted generation compared with greedy search: `python eval/beams_speed.py` prints JSON rows.
 
     python eval/record.py speed-beams -- python eval/beams_speed.py
 
-`generate` after a prompt of one row, by a model of Llama-3.1-8B's shape with random weights. For drafts its layers add
-nothing and it answers each token with the next one of a circle, so that what is accepted is known: all drafts of a text
-or of a draft model that run round the circle as well, none of those that run the other way; texts lie between.
-`ms` are of a whole answer, the prompt included, and `first_token_ms` of an answer of one token; `calls` are the model's
-after the first. `stock` is `DynamicCache`, by SDPA's flash backend, or its memory-efficient one where there is a mask.
+`generate` continues a prompt of one row with random weights in the shape of Llama-3.1-8B. For drafts the layers add
+nothing, and the model answers each token with the next one of a fixed circle, so acceptance is known. All drafts that
+follow the circle are accepted, and no drafts that go backwards. Real texts are between these cases.
+
+`ms` is the time of a whole answer with its prompt, `first_token_ms` that of an answer of one token. `calls` counts the
+model's calls after the first. `stock` is `DynamicCache` with SDPA's flash backend, or with the memory-efficient backend
+if there is a mask.
 """
 
 from __future__ import annotations

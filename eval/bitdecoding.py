@@ -1,13 +1,13 @@
-"""Decode attention beside BitDecoding's kernels, built from its source: one JSON row a measurement.
+"""Compare decode attention with BitDecoding's kernels, built from source: one JSON row per measurement.
 
     git clone --recurse-submodules https://github.com/DD-DuDa/BitDecoding
     python eval/record.py speed-bitdecoding -- python eval/bitdecoding.py BitDecoding
 
-Rows of packed methods and of SDPA are those of `qattn bench decode`: a layer's whole step in bfloat16, the new token
-written, and blocks closed. Rows of BitDecoding (Du et al., arXiv 2503.18773; float16) are the attention over packed
-keys and values alone, keys by channel and values by token in groups of 128, timed in the same way: many calls in one
-CUDA graph, over buffers that are no longer in the L2 cache. `difference` is the mean absolute one from float16
-attention over the mean absolute output, by which a wrong result would be seen. Needs `nvcc` and a GPU.
+Packed methods and SDPA are measured as in `qattn bench decode`: a layer's whole step in bfloat16, which writes the new
+token and closes blocks. BitDecoding (Du et al., arXiv 2503.18773; float16) is measured for attention alone, over packed
+keys by channel and values by token in groups of 128. Both use the same timing: many calls in one CUDA graph, over
+buffers that have left the L2 cache. `difference` is the mean absolute difference from float16 attention, divided by the
+mean absolute output; it would show a wrong result. Needs `nvcc` and a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bits of a cached value, read from the tensors of filled caches: `python eval/bits.py` prints one JSON row a case.
 
-One layer with 8 KV heads is put into the state after so many random tokens, in room for exactly these, as `generate`
-plans it: what tensors hold is all that counts here, and it does not depend on how they came to hold it.
-`effective_bits` is that of closed blocks; `effective_bits_total` counts ring, sink pool and spare room too.
+One layer with 8 KV heads is put directly into its state after a number of random tokens, with capacity for exactly
+these, as `generate` plans it. The bits depend only on the tensors' contents, not on how they were written.
+`effective_bits` counts closed blocks; `effective_bits_total` adds the ring, the sink pool and spare capacity.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""A cache with `memory=`: what it costs beside fixed bits, and a generation that outgrows its room.
+"""A cache with `memory=`: its cost compared with fixed bits, and a generation that outgrows its memory.
 
     python eval/budget.py quality ../shared/models/NAME --text ../shared/data/books/heldout.txt
     python eval/budget.py generate                # on a GPU; --quick: a small model on any device, without fixed bits
 
-`quality`: KL to full precision, nats a token, of rows of a text that are read in chunks through a cache. Fixed
-settings first; then as many bytes as each of these had in the end, and some between them, as `memory` of a cache that
-begins with 8 bits. `kl_end` is of the last quarter of each row, when the room has been filled.
+`quality` measures the KL to full precision, in nats per token, of text rows read in chunks through a cache. It measures
+fixed settings first. Then it gives a cache that begins with 8 bits the final bytes of each of these, and some sizes in
+between, as `memory`. `kl_end` is the KL over the last quarter of each row, when the memory is full.
 
-`generate`: greedy tokens of a Llama-3.2-1B shape with random weights, 16 times as many as the prompt has, until the
-same tokens would take more than four times the memory in bf16: bytes, bits and speed along the way, and each pause.
+`generate` writes greedy tokens with random weights in the shape of Llama-3.2-1B, 16 times the prompt's length, until
+the tokens would need more than four times the memory in bf16. It prints bytes, bits and speed on the way, and each
+pause.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LLAMA_1B = {
     "head_dim": 64,
     "vocab_size": 128256,
 }
-OUTGROWN = 4.25  # times the memory that the tokens would take in the model's precision
+OUTGROWN = 4.25  # times the memory limit that unquantized tokens would take
 
 
 def measured(model: PreTrainedModel, setting: str, reading: Reading, full: list[list[torch.Tensor]]) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Watch:
 
 
 def spans(layer: Any, side: str) -> list[tuple[int, int]]:
-    """Bits and number of the blocks of a side that have as many, spare capacity included."""
+    """Return each bit width of a side with its number of blocks, including spare capacity."""
     return [(bits, end - first) for bits, first, end in getattr(layer.spec, side).spans(layer.blocks)]
 
 

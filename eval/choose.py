@@ -1,12 +1,13 @@
-"""How good and how quick a choice is: `patch(model, bits=...)` compared with the best recorded setting.
+"""Quality and time of automatic choices: `patch(model, bits=...)` compared with the best recorded setting.
 
     python eval/choose.py FOLDER... --text WIKITEXT --bits 2.5,3.5,4.5,8 --tune 3.5
     python eval/record.py choose -- python eval/choose.py ...
 
-KL is read as `eval/released.py` reads it: a prompt, and true decode steps through the packed cache. For each budget the
-choice is measured, and all settings that `eval/released.py` measures whose bits in closed blocks are within it. Prints
-one JSON row a budget: what was chosen, its KL, the best of the others, their ratio, and the seconds of the probe.
-`--tune` adds a row with the seconds of `qattn tune` for so many bits and the KL of its recipe.
+KL is measured as in `eval/released.py`, with a prompt and true decode steps through the packed cache. For each budget
+it measures the choice and all settings of `eval/released.py` whose bits in closed blocks fit. Each budget prints one
+JSON row: the choice, its KL, the best other setting, their ratio, and the seconds of the probe. `--tune` adds a row
+with the seconds of `qattn tune` for this number of bits, the second at which each phase began, and the KL of its
+recipe.
 """
 
 from __future__ import annotations
@@ -84,7 +85,12 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[st
     decide, check = parted(ids, ROWS)
     calls: list[int] = []
     counted = model.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    phases: dict[str, float] = {}
     began = time.perf_counter()
+
+    def progress(what: str) -> None:
+        phases.setdefault("trials" if what.startswith("trials") else what, round(time.perf_counter() - began, 1))
+
     found = tune(
         model.module,
         find_recipes(measured_settings("tune")),
@@ -92,6 +98,7 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[st
         read_as(check, steps=64, batch=BATCH),
         Budget(bits=bits),
         references=find_recipes(["turbo:bits=mixed"]),
+        progress=progress,
     )
     seconds = time.perf_counter() - began
     counted.remove()
@@ -99,7 +106,8 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[st
     row = against(model, full, prompt)
     unpatch(model.module)
     counts = {"forwards": len(calls), "trials": len(found.trials), "tried": sum(t["measured"] for t in found.trials)}
-    return {"tune_bits": bits, "tune_seconds": round(seconds, 1), **counts, **row, "recipe": found.recipe.as_yaml()}
+    times = {"tune_seconds": round(seconds, 1), "phases": phases}
+    return {"tune_bits": bits, **times, **counts, **row, "recipe": found.recipe.as_yaml()}
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:

@@ -59,7 +59,7 @@ def kernels_table(results: Path) -> str:
     """What Triton kernels compute and what the reference alone does."""
     rows = [
         two_sides("method", {name: known(name) for name in list_methods()}),
-        ["head dim, of K and V alike", ", ".join(map(str, support.HEAD_DIMS)), "any other"],
+        ["head dim", support.head_dims(), "any other"],
         ["latent attention: channels of the latent", ", ".join(map(str, support.LATENT_DIMS)), "any other"],
         ["of its RoPE part", ", ".join(map(str, support.ROPE_DIMS)), "any other"],
         choices("`block_kv`", "turbo", "block_kv", buffer_size=128),

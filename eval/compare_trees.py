@@ -1,13 +1,13 @@
-"""Speed of decode and prefill of another checkout and this one, in one run: `python eval/compare_trees.py ../before`.
+"""Compare decode and prefill speed of another checkout with this one: `python eval/compare_trees.py ../before`.
 
     git worktree add ../before COMMIT
     python eval/compare_trees.py ../before
     python eval/compare_trees.py ../before --bench decode --methods turbo,int8 --points 1x512,64x512    # a part of it
 
-The other checkout is measured first, and its first method once more at the end, to show whether the machine changed
-meanwhile. All kernels are compiled, in parallel, before anything is timed. Prints one JSON row for each measurement:
-that of `qattn bench`, with its `tree` (`before`, `after`) and `pass`; then the ratio of each pair as text. A method
-that the other checkout does not have is measured in this one alone.
+The other checkout is measured first, and its first method again at the end, to show whether the machine changed in
+between. All kernels are compiled, in parallel, before the timing. Each measurement prints a JSON row of `qattn bench`
+with its `tree` (`before`, `after`) and `pass`. The ratio of each pair follows as text. Methods that the other checkout
+lacks are measured only in this one.
 """
 
 from __future__ import annotations

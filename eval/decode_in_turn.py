@@ -1,12 +1,11 @@
-"""Decode steps of several methods in turn: `python eval/decode_in_turn.py` prints a JSON row for each point and method.
+"""Time decode steps of several methods in turn: `python eval/decode_in_turn.py` prints JSON rows by point and method.
 
     python eval/record.py speed-decode-in-turn -- python eval/decode_in_turn.py
     python eval/decode_in_turn.py --methods turbo:sink_num=0,turbo --points 16x512 --rounds 100    # a part of it
 
-All methods of a point are captured first, each as in `qattn bench decode`. Then every round replays each of them once,
-in an order that shifts by one, so that a drift of the machine meets all alike. `ms` is the median of a step, `ms_low`
-and `ms_high` its quartiles; `ratio` the median of a round's time over the first method's time in the same round,
-`ratio_low` and `ratio_high` its quartiles.
+All methods of a point are captured first, as in `qattn bench decode`. Each round then replays every method once, in an
+order that shifts by one, so that drift of the machine affects all methods alike. `ms` is the median step time. `ratio`
+is the median of a round's time divided by the first method's time in that round. `_low` and `_high` mark quartiles.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One layer's decode step with other numbers of warps than `ops/decode/table.py` gives a program.
+"""Time one layer's decode step with other numbers of warps than `ops/decode/table.py` chooses.
 
     python eval/decode_warps.py --heads 64,8,128 --methods turbo,int8 --warps 1,2
 
 Prints one JSON row for each method, number of warps and point (rows x cached tokens), and one for the best SDPA backend
-in bf16; methods are spelled as everywhere. A number that does not compile has its `error` in place of `ms`.
+in bf16. If a number of warps does not compile, its row has an `error` in place of `ms`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rows(
             name, settings = split_method(text)
             method = find_recipe(name, None, settings).settings
             for count in warps:
-                plan._plans.clear()  # which know the last number
+                plan.forget_plans()  # which know the last number
                 with patch.object(launch, "choose", lambda *sizes, n=count: chosen(*sizes)._replace(warps=n)):
                     figures = timing.attempt(partial(decode._packed, point, method, heads, device), ours=True)
                 yield {**shape, "way": text, "warps": count, **figures}

@@ -1,9 +1,9 @@
-"""Eager calls beside stock's, one after the other: `python eval/eager_speed.py` prints one JSON row a kind of call.
+"""Compare eager calls with stock calls: `python eval/eager_speed.py` prints one JSON row per kind of call.
 
-Steps of one token and first calls with a prompt, of a model of Llama-3.1-8B's shape with random weights, patched and
-stock with `DynamicCache` and SDPA's flash backend. Such calls wait for the host, whose speed drifts by a third within
-minutes; so each call is timed between two of the other model, and `ratio` is the median over those pairs. `low` and
-`high` are its quartiles.
+The calls are steps of one token and first calls with a prompt, with random weights in the shape of Llama-3.1-8B. Stock
+calls use `DynamicCache` and SDPA's flash backend. Eager calls wait for the host, whose speed drifts by a third within
+minutes. Each call is therefore timed between two calls of the other model. `ratio` is the median over these pairs,
+`low` and `high` are its quartiles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def paired(ours: Call, stock: Call, pairs: int, device: torch.device) -> dict[st
 
 
 def calls(ours: PreTrainedModel, stock: PreTrainedModel, prompt: torch.Tensor, steps: bool) -> tuple[Call, Call]:
-    """A call of each: a step behind `prompt`, or the prompt itself, for which the model makes its cache."""
+    """Make a call of each model: a step after `prompt`, or the prompt itself with a new cache."""
 
     def call(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> Any:
         return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

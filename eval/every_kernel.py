@@ -1,12 +1,12 @@
-"""Launch every kernel of every method once or a few times, for compute-sanitizer: one JSON row a setting.
+"""Launch every kernel of every method at least once, for compute-sanitizer: one JSON row per setting.
 
     compute-sanitizer --tool racecheck --error-exitcode 9 --report-api-errors no \\
         --kernel-name-exclude kernel_substring=at:: python eval/every_kernel.py
 
-A layer of each setting takes a prompt, steps, a draft, a later prompt up to two tokens before blocks close, and steps
-that close them, in two rows of which one is padded. Tokens are taken back within the ring, and out of closed blocks,
-which then close again; rows change places. Then it is emptied, and a draft closes its rows' first blocks. What a call
-has without a sanitizer is not compared here; tests do.
+For each setting, a layer with two rows, one of them padded, takes a prompt, steps, a draft, a later prompt that ends
+two tokens before blocks close, and steps that close these blocks. Tokens are removed within the ring and from closed
+blocks, which then close again, and rows are reordered. Finally the layer is emptied, and a draft closes its rows' first
+blocks. The outputs are not checked here; tests do that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHERS = ("turbo:bits=mixed", "turbo:sparse_v_tau=1e-4", "turbo:softmax=sas", "k
 
 
 def attend(layer: QAttnLayer, tokens: int, padded: bool) -> bool:
-    """Whether the output of a call of so many random tokens is finite."""
+    """Whether the output of a call of `tokens` random tokens is finite."""
     device = layer.device
     q, k, v = (
         torch.randn(2, heads, tokens, HEADS.dim, dtype=HEADS.dtype, device=device)

@@ -1,17 +1,18 @@
-"""Fine-tune a causal LM for a task whose scores then show what a packed cache loses.
+"""Fine-tune a causal LM for a task, so that the task's scores show the loss of a packed cache.
 
     python eval/fine_tune.py MODEL OUT --data gsm8k --train DATA/gsm8k/train.jsonl
     python eval/fine_tune.py MODEL OUT --data tools --rows 3000
     python eval/record.py fine-tune-gsm8k -- python eval/fine_tune.py ...
 
-`gsm8k`: rows are the training split's questions, one behind the other as in lm-eval's prompts with shots; answers are
-learned. `tools`: rows are conversations of the task `qattn_tools`, of other seeds than the task's; calls are learned.
-AdamW over weights in fp32, bf16 products by autocast on a GPU, a cosine schedule. The same seed on the same machine
-gives the same rows in the same order. Nothing is downloaded. Writes a folder that `from_pretrained` loads, in bf16.
+Rows of `gsm8k` are questions of the training split in sequence, as in lm-eval's prompts with shots, and the model
+learns the answers. Rows of `tools` are conversations of the task `qattn_tools` with other seeds, and the model learns
+the calls. Training uses AdamW over fp32 weights, bf16 autocast on a GPU, and a cosine schedule. The same seed on the
+same machine gives the same rows in the same order. Nothing is downloaded. The command writes a bf16 folder for
+`from_pretrained`, and prints one JSON row: tokens, steps, loss over the first and the last tenth of steps, seconds.
 
-For SmolLM2-135M 0.8 GFLOP a token without attention, twice that at 8k tokens: 5.7 M tokens of `gsm8k` (4 epochs) and
-6.6 M of `tools` are some 6e15 and 8e15 FLOP: half a minute each at 250 TFLOP/s, which an H200 gives so small a model
-in calls of 16k tokens. Prints one JSON row: tokens, steps, loss over the first and the last tenth of steps, seconds.
+SmolLM2-135M needs 0.8 GFLOP per token without attention, and twice that at 8k tokens. 5.7 M tokens of `gsm8k` (4
+epochs) and 6.6 M of `tools` are about 6e15 and 8e15 FLOP, half a minute each at the 250 TFLOP/s that an H200 reaches
+with this model in calls of 16k tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from qattn_hf.lm_eval.tool_calls import conversation
 
 IGNORED = -100  # label of a token that is not learned
-# Lengths of conversations in fifteen rows, as many tokens of each.
+# Lengths of conversations in fifteen rows. Each length has about the same number of tokens.
 TOOL_LENGTHS = (1024,) * 8 + (2048,) * 4 + (4096,) * 2 + (8192,)
 CALL = re.compile(r'\{"name": "\w+", "arguments": \{[^}]*\}\}')
 
@@ -58,7 +59,7 @@ def encoded(tokenizer: Any, text: str, learned: list[tuple[int, int]]) -> Row:
 
 
 def shots(tokenizer: Any, file: Path, length: int, generator: random.Random) -> list[Row]:
-    """Rows of GSM8K's questions in random order, each of as many whole ones as fit into `length` tokens.
+    """Make rows of GSM8K questions in random order. A row has all whole questions that fit into `length` tokens.
 
     The text has the form of lm-eval's task `gsm8k` with shots. The model learns each answer and the blank line
     after it, where the task stops.
@@ -100,9 +101,9 @@ def _tokenizer(folder: str) -> Any:
 
 
 def tool_rows(folder: str, count: int, lengths: tuple[int, ...], seed: int, processes: int) -> list[Row]:
-    """`count` conversations of `lengths` in turn, made by several processes, each of a seed of its own.
+    """Make `count` conversations of the `lengths` in turn, in several processes with different seeds.
 
-    The task's own conversations are of one generator with seed 0, so none of these is among them.
+    The task's conversations come from one generator with seed 0, so these are different.
     """
     seeds = [1 + seed * count + number for number in range(count)]
     wanted = [lengths[number % len(lengths)] for number in range(count)]
@@ -114,7 +115,7 @@ def tool_rows(folder: str, count: int, lengths: tuple[int, ...], seed: int, proc
 
 
 def batches(rows: list[Row], tokens: int, generator: random.Random) -> Iterator[list[Row]]:
-    """Batches of rows of similar length, of at most so many tokens unless one row has more, in random order."""
+    """Group rows of similar length into batches of at most `tokens`, or of one longer row, in random order."""
     by_length = sorted(rows, key=lambda row: (len(row.ids), generator.random()))
     found: list[list[Row]] = []
     for row in by_length:
@@ -180,7 +181,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="end after so many, for a trial")
+    parser.add_argument("--steps", type=int, help="end after this number of steps, for a trial")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="tools: that make rows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)

@@ -1,13 +1,13 @@
-"""All GPU tests and benchmarks in one call, each recorded in `eval/results/`: `python eval/gpu.py`.
+"""Run all GPU tests and benchmarks, and record each in `eval/results/`: `python eval/gpu.py`.
 
     python eval/gpu.py --only tests,decode       # some parts
     python eval/gpu.py --quick --results /tmp/x  # smaller points, written elsewhere
-    python eval/gpu.py --yardstick ../shared     # what trained models show too: DIR/check/yardstick.py, models, data
+    python eval/gpu.py --yardstick ../shared     # trained models as well: DIR/check/yardstick.py, models, data
     python eval/gpu.py --only quality,tasks --families sinkq --yardstick ../shared
 
-Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
-many failed. What trained models show times nothing and runs side by side, on all GPUs in turn; then tests and
-benchmarks one after another, since some take most of a GPU's memory and the others its time. Tasks need lm-eval (extra
+Each measurement runs in a separate process, so that a failure costs no other result. The exit code is the number of
+failures. Measurements of trained models take no times, so they run side by side on all GPUs. Tests and benchmarks
+follow one after another, because some need most of a GPU's memory and others its time. Tasks need lm-eval (extra
 `eval`). `python eval/tables.py` then makes the tables of README and docs.
 """
 
@@ -61,7 +61,7 @@ def record(part: Part, results: Path, gpu: int | None = None) -> tuple[int, str]
 
 
 def run(chosen: dict[str, list[Part]], results: Path) -> list[tuple[int, str]]:
-    """Everything: what trained models show side by side, as many at once as there are cores, then the rest alone."""
+    """Run all parts: measurements of trained models side by side, one per core, then the others one by one."""
     gpus = torch.cuda.device_count()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         begun = []

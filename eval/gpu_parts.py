@@ -21,8 +21,10 @@ Part = tuple[str, list[str]]
 
 
 def families() -> dict[str, str]:
-    """Settings whose quality is recorded, comma between, by record: one for each method or group of settings, so that a
-    new method needs no run of all."""
+    """Return the settings whose quality is recorded, comma-separated, by record.
+
+    Each method or group of settings has a record, so that a new method does not need all runs again.
+    """
     found: dict[str, list[str]] = {FULL_PRECISION: ["fp"]}
     for one in measured("quality"):
         found.setdefault(one.record or one.setting.partition(":")[0], []).append(one.setting)
@@ -34,7 +36,7 @@ def bench(name: str, *options: str) -> list[str]:
 
 
 def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: Path) -> dict[str, list[Part]]:
-    """What each part records: names of results, or of one's runs, with the commands that print their rows.
+    """Return the records of each part, or the runs of one record, with the commands that print their rows.
 
     Args:
         chosen: some of `families()`.
@@ -106,7 +108,7 @@ def tasks(yardstick: Path, model: Path, family: str) -> Part:
 
 
 def paper_tables() -> list[str]:
-    """Those of `eval/paper.py` that read a model; the others need no GPU."""
+    """Return the tables of `eval/paper.py` that read a model. The others need no GPU."""
     from paper import tables
 
     return [name for name, table in tables().items() if table.ABOUT.model]
@@ -128,7 +130,7 @@ def halves(yardstick: Path, kept: Path) -> tuple[Path, Path]:
 
 
 def tune(model: Path, text: Path, kept: Path) -> Part:
-    """The recipe of fewest losses in `TUNED_BITS`, beside others, on rows that it has not seen."""
+    """Compare the recipe with the least loss in `TUNED_BITS` with others, on rows that it has not seen."""
     recipe = kept / f"tuned-{model.name}.yaml"
     budget = ["--bits", TUNED_BITS, "--check-rows", "12", "--output", str(recipe)]
     command = ["python", "-m", "qattn_hf", "tune", str(model), "--json", "--dtype", "float32"]

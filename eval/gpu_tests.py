@@ -1,12 +1,14 @@
-"""Run the tests that need a GPU and print one JSON row a test, for `eval/record.py`.
+"""Run the tests that need a GPU and print one JSON row per test, for `eval/record.py`.
 
     python eval/record.py gpu-tests -- python eval/gpu_tests.py
 
-These have the mark `gpu`: tests that need one, and tests of kernels, which run compiled on a GPU and in Triton's
-interpreter elsewhere. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one fails,
-if none ran, or without a GPU. Arguments go to pytest: files, in place of all, those of one folder together, since
-pytest loses the fixtures of a folder that it meets twice; `-n 8` runs tests in eight processes, those of one group
-(`xdist_group`, as of tests that need much memory) in one of these.
+These tests have the mark `gpu`. They need a GPU, or test kernels, which run in Triton's interpreter without one. CI has
+no GPU, so their results are kept in `eval/results/gpu-tests.json`. The command fails if a test fails, if none ran, or
+without a GPU.
+
+Arguments go to pytest, such as files to run instead of all. List the files of a folder together: pytest loses the
+fixtures of a folder that it enters twice. `-n 8` runs tests in eight processes. Tests of one `xdist_group`, such as
+tests that need much memory, share a process.
 """
 
 from __future__ import annotations

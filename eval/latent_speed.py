@@ -1,9 +1,9 @@
-"""One layer of latent attention (MLA): `python eval/latent_speed.py` prints one JSON row a measurement.
+"""Speed of one layer of latent attention (MLA): `python eval/latent_speed.py` prints one JSON row per measurement.
 
-Steps of one token and prompts of a layer of 512 + 64 numbers a token, of methods in kernels and in the reference, and
-of `stock`: the keys of 192 and values of 128 channels a head that transformers' cache holds, by PyTorch's SDPA in the
-backend that it chooses. `ms` is of the write and the attention with the up-projections of latents, which `stock`
-expands, as packed layers do in prompts; in steps these absorb them.
+It times steps of one token and prompts in a layer with 512 + 64 values per token, for methods in kernels and in the
+reference, and for `stock`. `stock` has keys of 192 and values of 128 channels per head in transformers' cache, and
+PyTorch's SDPA with the backend that it chooses. `ms` covers the write and the attention with the latents'
+up-projections. `stock` expands latents, as packed layers do for prompts; in steps packed layers absorb the projections.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def up_projections(heads: int, device: torch.device) -> UpProjections:
 
 @torch.no_grad()
 def packed(method: str, impl: str, heads: int, rows: int, context: int, tokens: int, device: torch.device) -> Any:
-    """Times of a call of `tokens` new tokens behind `context` others."""
+    """Time a call of `tokens` new tokens after `context` others."""
     name, settings = split_method(method)
     chosen = get_method(name)(**settings)
     spec = replace(layer_spec(chosen.without_default_pool(chosen.last_layer_spec(1)), name), impl=impl)

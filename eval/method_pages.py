@@ -1,4 +1,4 @@
-"""`docs/methods/NAME.md`, made of a method's docstring, fields, recipes, kernels, families and records."""
+"""Make `docs/methods/NAME.md` from a method's docstring, fields, recipes, kernels, families and records."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def method_page(name: str, results: Path) -> str:
         f"`qattn_hf/methods/{name}.py`: {source}",
         f'```python\nmodel = patch(model, "{name}")\n```',
         "## Settings",
-        fields_table(own) if own else "It has no settings of its own.",
-        "Settings of [every method](../settings.md#settings-of-every-method) hold here too. "
-        f"`configs/{name}.yaml` has them all at their defaults. Words: [glossary](../glossary.md).",
+        fields_table(own) if own else "It has only the settings that every method has.",
+        "The settings of [every method](../settings.md#settings-of-every-method) apply as well. "
+        f"`configs/{name}.yaml` has all settings at their defaults. Terms are in the [glossary](../glossary.md).",
         "## Kernels",
         _kernels(name),
         *_section("## Recipes", recipes_of(name)),
@@ -92,8 +92,8 @@ def _kernels(name: str) -> str:
         for key, values in without_kernels.items()
     )
     return (
-        "Triton kernels compute this method on a GPU. Only the PyTorch reference computes these settings, on a GPU "
-        f"too, where it is slower:\n\n{listed}"
+        "Triton kernels compute this method on a GPU. These settings have no kernels and use the slower PyTorch "
+        f"reference, even on a GPU:\n\n{listed}"
     )
 
 
@@ -111,7 +111,7 @@ def _measured(name: str, results: Path) -> str:
     table = settings_table(results, lambda found: found.partition(":")[0] == name or _recipe_of(found) == name)
     if table == NOT_MEASURED:
         return ""
-    return f"{table}\n\nWhat the columns are, and all settings beside one another: [choose](../choose.md#all-settings)."
+    return f"{table}\n\n[All settings compared](../all-settings.md) explains the columns."
 
 
 def _recipe_of(name: str) -> str | None:

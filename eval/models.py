@@ -1,8 +1,8 @@
-"""Which causal types of transformers can be patched: `python eval/models.py [TYPE ...]` prints one JSON row a type.
+"""Which causal model types of transformers can be patched: `python eval/models.py [TYPE ...]` prints one JSON row each.
 
-Each type is built from its own config, made small, with random weights. Where `patch` takes it, greedy tokens of a
-padded batch with `none` in the reference must be the stock model's, past the window and past a block; `int8` must
-generate too. Where windows stay the model's own, `none` must give these tokens with packed windows as well.
+Each type is built from its config, made small, with random weights. If `patch` accepts it, greedy tokens of a padded
+batch with `none` in the reference must equal the stock model's, past the window and past a block. `int8` must generate
+as well. If windows stay unpacked, `none` must give the same tokens with packed windows.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def first_line(error: BaseException) -> str:
 
 
 def measure(model_type: str) -> dict[str, Any]:
-    """The row of one type: `result` is `runs`, `part` (of its layers are packed), `own` (none is), `refused`, `error`.
+    """Return the row of one type. Its `result` is one of these:
 
-    `stock` stands where the stock model itself could not be built or does not generate.
+    `runs`; `part` if only some layers are packed; `own` if no layer is; `refused`; `error`; `stock` if the stock model
+    could not be built or does not generate.
     """
     row: dict[str, Any] = {"model_type": model_type, "result": "stock"}
     try:
@@ -118,7 +119,7 @@ def _child(model_type: str, pipe: Any) -> None:
 
 
 def measured_apart(model_type: str, seconds: float) -> dict[str, Any]:
-    """`measure` in a process of its own, which ends after `seconds`: an error, whoever took too long or crashed."""
+    """Run `measure` in a separate process. A crash, or more than `seconds`, is an error."""
     fork = multiprocessing.get_context("fork")  # everything is imported already
     ours, theirs = fork.Pipe(duplex=False)
     process = fork.Process(target=_child, args=(model_type, theirs))

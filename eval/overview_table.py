@@ -1,4 +1,4 @@
-"""What each setting keeps, loses and gains, joined from several records: the front page, and tables of all settings."""
+"""Bits, loss and speed of each setting, joined from several records, for the front page and tables of all settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = {
     "DynamicCache": "DynamicCache",
     "floor, captured": "no attention, captured",
 }
-# ways of `throughput` there, likewise
+# ways of `throughput` on the front page, by their headings
 THROUGHPUT = {
     "kivi:bits=2,group_size=128,residual_length=32 graph": "`kivi`, 2 bits",
     "turbo graph": "`turbo`",
@@ -45,7 +45,7 @@ DECODES = {"16 x 32k": {"batch": 16, "context": 32768, "room": 1}, "1 x 4k": {"b
 PREFILLS = {"1 x 16k": {"batch": 1, "tokens": 16384}, "16 x 1k": {"batch": 16, "tokens": 1024}}
 SPEED = {f"{bench} {title}": point for bench, points in (("decode", DECODES), ("prefill", PREFILLS))
          for title, point in points.items()}  # fmt: skip
-# Of a kind of speed the record of the recommended settings counts before that of all.
+# The speed record of the recommended settings takes precedence over the record of all settings.
 RECORDS = "bits* released-smollm2* released-gemma3* speed-decode front-decode* speed-prefill front-prefill"
 LOSS = " | ".join(f"KL, {model} | top-1, {model}" for model in RELEASED.values())
 LOSSES = " | ".join(f"{{kl {model}:.4f}} | {{top-1 {model}:.3f}}" for model in RELEASED.values())

@@ -1,14 +1,15 @@
-"""A table or figure of a paper, its figures beside ours: `python eval/paper.py NAME --model MODEL`.
+"""Reproduce a table or figure of a paper next to its own numbers: `python eval/paper.py NAME --model MODEL`.
 
     python eval/paper.py list                                  # the names, and what each shows
-    python eval/paper.py sinkq_groups                          # with the paper's own model
-    python eval/paper.py sinkq_groups --model demo             # with the embedded one, in a minute
+    python eval/paper.py sinkq_groups                          # with the paper's model
+    python eval/paper.py sinkq_groups --model demo             # with the embedded model, in a minute
     python eval/record.py paper-sinkq-groups -- python eval/paper.py sinkq_groups --model MODEL --text FILE.txt
 
-Texts are read through the packed cache, in chunks and then steps, beside full precision. `--tasks` runs lm-eval's tasks
-too, by default the paper's with the paper's model and none with another. Fails if one of the claims that a table names
-does not hold on our own figures; other claims that they contradict, and what cannot be reproduced, are printed with the
-reason.
+Texts are read through the packed cache, in chunks and then in steps, and in full precision. `--tasks` runs lm-eval's
+tasks as well. The default is the paper's tasks with the paper's model, and no tasks with another model.
+
+The command fails if a claim that the table requires does not hold in our numbers. Other claims that our numbers
+contradict, and results that cannot be reproduced, are printed with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DEMO = "demo"
 
 
 def tables() -> dict[str, Any]:
-    """The modules that say what they are, by name; `int_flash` and `sage2` are commands of their own."""
+    """Return the modules with an `ABOUT`, by name. `int_flash` and `sage2` are separate commands."""
     names = sorted(path.stem for path in HERE.glob("*.py") if "\nABOUT" in path.read_text(encoding="utf-8"))
     return {name: importlib.import_module(f"papers.{name}") for name in names}
 
@@ -62,7 +63,7 @@ def prepared(about: About, options: argparse.Namespace) -> Run | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="A table or figure of a paper, its figures beside ours.")
+    made = argparse.ArgumentParser(description="A table or figure of a paper, next to our figures.")
     made.add_argument("name", help="of a table, or list")
     made.add_argument("--model", help="folder, hub name, or demo; by default the paper's")
     made.add_argument("--text", type=Path, help="what is read; made sums and lists by default")

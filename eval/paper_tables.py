@@ -29,7 +29,7 @@ def three(figures: list[float] | None) -> str:
 
 
 def _papers(results: list[Result]) -> Iterable[Row]:
-    """The commands of the papers' tables, the claims that each checks, and the models on which they are recorded."""
+    """Yield the commands of the papers' tables, with the claims that each checks and the models of its records."""
     from paper import tables  # loads transformers
 
     for name, table in tables().items():

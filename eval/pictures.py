@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ DECODE = ROOT / "docs" / "results" / "decode.png"
 LOSS = ROOT / "docs" / "results" / "quality.png"
 SHOWN = ("turbo:sink_num=0", "int8", "sinkq", "kivi:bits=2,group_size=128,residual_length=32")
 BATCHES = (1, 16)
+LINE = 0.11  # height of a label in decades of KL
 
 
 def decode_rows(results: Path) -> tuple[list[dict[str, Any]], str]:
@@ -48,18 +50,22 @@ def draw_loss(rows: list[dict[str, Any]], target: Path) -> None:
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), sharey=True, squeeze=False)[0], models, strict=True):
-        for row in (row for row in rows if row["model"] == model):
-            if row["setting"] == "none":
-                axes.axhline(row["kl"], color="gray", linestyle="--", label="rounding alone")
+        axes.set(title=model, xlabel="bits per stored value, closed blocks", yscale="log", xlim=(2, 10.5))
+        points = sorted((row["kl"], row["bits"], row["setting"]) for row in rows if row["model"] == model)
+        labels: list[tuple[float, float]] = []  # bits and height of each, the height in decades of KL
+        for kl, bits, setting in points:
+            if setting == "none":
+                axes.axhline(kl, color="gray", linestyle="--", label="rounding alone")
                 continue
-            axes.plot(row["bits"], row["kl"], "o", color="tab:blue")
-            axes.annotate(row["setting"], (row["bits"], row["kl"]), (5, 3), textcoords="offset points", fontsize=8)
-        axes.set(title=model, xlabel="bits of a stored value, closed blocks", yscale="log", xlim=(2, 10))
-        axes.legend(fontsize="small")
-    figure.axes[0].set_ylabel("KL to full precision, nats a token")
-    figure.savefig(target, dpi=110, metadata={"Source": digest(rows)})
+            height = max([math.log10(kl), *(other + LINE for at, other in labels if abs(at - bits) < 1)])
+            labels.append((bits, height))
+            axes.plot(bits, kl, "o", color="tab:blue")
+            axes.annotate(setting, (bits, kl), (bits + 0.2, 10**height), fontsize=9, va="center")
+        axes.legend(fontsize=9)
+    figure.axes[0].set_ylabel("KL to full precision, nats per token")
+    figure.savefig(target, dpi=130, metadata={"Source": digest(rows)})
 
 
 def digest(rows: list[dict[str, Any]]) -> str:

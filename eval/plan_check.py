@@ -2,10 +2,10 @@
 
     python eval/record.py plan-check -- python eval/plan_check.py --layers 32 --limit 24
 
-PyTorch's allocator gets a limit. A context of 0.95 of the planned one must then run, one of 1.05 must end with out of
-memory: so the plan is within 5 % of what a run reaches. Of these and of other shares a row has the predicted and the
-measured peaks: bytes of tensors (allocated) and bytes taken from CUDA (reserved), so that a miss shows where it comes
-from. The model has Llama-3.1-8B's shape and random weights. Fails if a method misses.
+PyTorch's allocator gets a limit. A context of 0.95 times the planned one must run, and one of 1.05 times must run out
+of memory, so the plan is right within 5 %. For these and other shares a row has the predicted and the measured peaks:
+bytes of tensors (allocated) and bytes taken from CUDA (reserved), which show the cause of a miss. The model has random
+weights in the shape of Llama-3.1-8B. Fails if a method misses.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def patched(model: PreTrainedModel, way: Way) -> Any:
 
 
 def checked(model: PreTrainedModel, planner: Planner, way: Way, limit: int, batch: int) -> dict[str, Any]:
-    """A row: the plan, and what runs of shorter and longer contexts said of it."""
+    """Return a row with the plan and the results of shorter and longer contexts."""
     planned = planner.longest(limit, way, batch)
     runs: list[dict[str, Any]] = []
     for share in SHARES:

@@ -43,16 +43,16 @@ TRAINED = (
     "int8", "sage2", "turboquant", "turbo", "turbo:sink_num=0", "turbo:bits=mixed", "kivi:bits=4", "kivi:bits=2",
     "sinkq",
 )  # fmt: skip
-# How many times smaller a cache gets by a paper: where it says so, the figure, its setting, ours, why the two differ.
+# Compression of a cache in the papers: place, figure, its setting, our setting, and why they differ.
 # All of head dim 128, as most of the papers' models have.
 CLAIMS = """
-TurboAttention, abstract | over 4.4x | none named; its main results are of 4 bits | turbo:sink_num=0 \
-    | 4.4x is 3.64 bits, less than 4-bit codes alone
-TurboAttention, abstract | over 4.4x | none named; or its mixed, half of the heads in 2 bits \
+TurboAttention, abstract | over 4.4x | none named; its main results have 4 bits | turbo:sink_num=0 \
+    | 4.4x means 3.64 bits, less than 4-bit codes alone
+TurboAttention, abstract | over 4.4x | none named; or mixed, with 2 bits in half of the heads \
     | turbo:bits=mixed,sink_num=0 | holds once the INT8 buffer weighs little
 SinkQ, abstract and 4.3 | 6.4x | 2 bits, G 128, long contexts | sinkq \
-    | codes, steps and minima are 7.1x; theirs is the slope of peak memory, ours counts open tokens and pool
-SinkQ, 4.3 | about 5.0x | 2 bits, G 32, long contexts | sinkq:group_size=32 | the same, of 5.3x
+    | codes, steps and minima give 7.1x; theirs is the slope of peak memory, ours counts open tokens and pool
+SinkQ, 4.3 | about 5.0x | 2 bits, G 32, long contexts | sinkq:group_size=32 | the same, with 5.3x
 SinkQ, 4.3, names no method | about 5.0x | 2 bits, G 32, long contexts | kivi:bits=2 \
     | the same, with 128 newest tokens open instead of 32 and no pool
 Sparse V, 2.1 | 4.6x | turbo3, 14 bytes for 32 values | turboquant:k_format=turbo3,v_format=turbo3 \

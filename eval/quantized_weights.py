@@ -1,8 +1,8 @@
-"""Packed caches above quantized weights: `python eval/quantized_weights.py` prints a JSON row for each kind of weights.
+"""Packed caches with quantized weights: `python eval/quantized_weights.py` prints a JSON row for each kind of weights.
 
-Each kind is loaded from a local folder by transformers' own quantizer, as users do: float weights with a
-`quantization_config`, or a checkpoint whose codes are random numbers in the format's layout. A kind whose packages are
-not installed, or cannot load here, has the `reason` in place of results.
+Transformers' quantizer loads each kind from a local folder, as users do: float weights with a `quantization_config`, or
+a checkpoint with random codes in the format's layout. If a kind's packages are missing or cannot load here, its row has
+the `reason` in place of results.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def compressed_tensors(name: str, weights: dict[str, Any], inputs: dict[str, Any
 
 
 def gptq(skip: list[str]) -> dict[str, Any]:
-    names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]  # of latent attention, beside `kv_b_proj`
+    names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]  # of latent attention, without `kv_b_proj`
     inside = [[f"self_attn.{name}" for name in names] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]]
     settings = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
     settings |= {"checkpoint_format": "gptq", "backend": "gptq_torch"}
@@ -160,7 +160,7 @@ KINDS: dict[str, Kind] = {
 
 
 def save(kind: Kind, folder: Path, model_type: str = "llama", skip: tuple[str, ...] = (), seed: int = 1) -> None:
-    """Write a small model of random weights, as a checkpoint of this kind where the kind has a layout of its own."""
+    """Write a small model with random weights. If the kind has its own layout, write a checkpoint of this kind."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[model_type](**(LATENT if model_type == "deepseek_v3" else SIZES))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

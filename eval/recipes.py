@@ -1,11 +1,11 @@
-"""Mixed recipes beside their parents: KL row by row, so that a difference has a standard error: `eval/recipes.py DIR`.
+"""Compare mixed recipes with their parents row by row, with standard errors: `python eval/recipes.py DIR`.
 
     python eval/recipes.py ../shared                                      # DIR/check/yardstick.py over DIR/models
-    python eval/recipes.py ../shared --pair "turbo:v_bits=2/turbo:bits=mixed"  # a candidate beside its parent
+    python eval/recipes.py ../shared --pair "turbo:v_bits=2/turbo:bits=mixed"  # a candidate and its parent
 
-The texts, their cutting and the KL are the yardstick's. A recipe is worth shipping if its KL is lower than its parent's
-by more than two standard errors of the paired difference, at no more `effective_bits_total`, on every model; or, as
-`turbo_sink`, if what it costs in bits where a context is short buys far more where a model has attention sinks.
+The yardstick supplies the texts, their rows and the KL. A recipe is worth shipping in one of two cases. Its KL is lower
+than its parent's by more than two standard errors of the paired difference, at no more `effective_bits_total`, on every
+model. Or, as for `turbo_sink`, its extra bits in short contexts buy a far lower KL on models with attention sinks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def measure(folder: Path, path: Path, device: str, rows: int, given: list[str] |
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="KL of mixed recipes beside their parents.")
+    parser = argparse.ArgumentParser(description="KL of mixed recipes compared with their parents.")
     parser.add_argument("folder", type=Path, help="with check/yardstick.py, models/ and data/")
     parser.add_argument("--pair", action="append", help="RECIPE/PARENT, each a name or method:key=value,...")
     parser.add_argument("--rows", type=int, default=32, help="rows of text")

@@ -1,11 +1,11 @@
 """Run a measurement and keep what it printed: `python eval/record.py NAME -- COMMAND...`.
 
-The command prints one JSON object a line; other lines are shown and dropped. All rows go to `eval/results/NAME.json`
-with the command, the date, the versions and the device. `eval/tables.py` makes the tables of README and docs of them.
-`NAME:RUN` records one of several runs in a file, in the place of an earlier one with that name; the others stay.
-A command that fails or prints no row leaves the old file as it is; with `--failed` what a failing one printed is kept
-too, beside its exit code: of tests the rows say which failed. So is what one printed until SIGTERM came, as of
-`timeout`.
+The command prints one JSON object per line; other lines are shown and dropped. All rows go to `eval/results/NAME.json`
+with the command, the date, the versions and the device. `eval/tables.py` makes the tables of README and docs from them.
+
+`NAME:RUN` records one of several runs in a file and replaces an earlier run of that name. A command that fails or
+prints no row leaves the old file unchanged. With `--failed`, the rows of a failing command are kept with its exit code;
+rows of tests say which test failed. After SIGTERM, as from `timeout`, the rows printed so far are kept.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def portable_value(value: Any) -> Any:
 
 
 def run(command: list[str], failed: bool = False) -> tuple[list[dict[str, Any]], int]:
-    """Run `command` with its output shown as it comes; return the JSON objects among its lines and its exit code. One
-    that fails ends this script too, unless `failed`. SIGTERM is passed on.
+    """Run `command` and show its output. Return its JSON objects and its exit code.
 
-    `python` means the interpreter that runs this script, so that the recorded versions are those of the command.
+    Unless `failed`, a failing command ends this script. SIGTERM is passed on. `python` is the interpreter that runs
+    this script, so the recorded versions are those of the command.
     """
     if command[0] in ("python", "python3"):
         command = [sys.executable, *command[1:]]
@@ -80,7 +80,7 @@ def as_text(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def with_run(target: Path, run: dict[str, Any]) -> str:
-    """The text of a file of runs with `run`, in the place of one of its name or behind the others.
+    """Return the text of a file of runs with `run` added, or in place of the run with its name.
 
     Raises:
         SystemExit: the file has one run without a name.

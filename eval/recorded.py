@@ -22,7 +22,7 @@ FIGURES = {
 SHOWN = ("torch", "transformers", "triton")  # versions that a page names
 SPELLED = ("method", "way", "setting", "recipe", "parent")  # keys of rows that spell a method with its settings
 RECIPES = {"sage2:version=1": "sage1"}  # settings that are a recipe today, and no setting any more
-APART = ("quality-", "bits")  # begins of the names of records whose rows have settings as keys of their own
+APART = ("quality-", "bits")  # name prefixes of records whose rows have settings as separate keys
 
 
 def load(results: Path, pattern: str) -> list[Result]:
@@ -67,7 +67,7 @@ def _row_now(row: Result, defaults: dict[str, Any], recipes: dict[str, str], apa
 
 
 def _text_now(text: str, defaults: dict[str, Any], recipes: dict[str, str]) -> str:
-    """`turbo:bits=2 graph`, as commands take a method, with what may follow behind a space."""
+    """Return a method as commands spell it. Text after a space, such as ` graph`, is kept."""
     spelled, *rest = text.split(" ")
     spelled = RECIPES.get(spelled, spelled)
     name, _, changed = spelled.partition(":")
@@ -90,7 +90,7 @@ def _joined(name: str, *settings_texts: str) -> str:
 
 @functools.cache
 def named(spelled: str) -> str:
-    """What the methods' lists of settings, or a recipe of the package, call these settings; else the text as it is."""
+    """Return the name of these settings in a method's list or as a recipe of the package; else the text unchanged."""
     return spelled if spelled in all_listed() else _names().get(_meaning(spelled), spelled)
 
 
@@ -117,7 +117,7 @@ def _meaning(spelled: str) -> str | None:
 
 
 def _given_now(given: dict[str, Any], method: str, former: dict[str, Any]) -> dict[str, Any]:
-    """Settings that have to be given today for what was meant; those of a pool that is not there are left out."""
+    """Return the settings that mean the same with today's defaults. Settings of an absent sink pool are left out."""
     meant = {**given, **{key: value for key, value in former.items() if key not in given}}
     if str(meant.get("sink_num")) == "0":
         meant = {key: value for key, value in meant.items() if key == "sink_num" or not key.startswith("sink_")}
@@ -154,7 +154,7 @@ def _days(dates: list[str]) -> str:
 
 
 def settings(row: dict[str, Any]) -> dict[str, Any]:
-    """Those of the method, among the figures of a row of quality or of bits."""
+    """Return the method's settings from a row of quality or of bits."""
     return {key: value for key, value in row.items() if key not in FIGURES}
 
 

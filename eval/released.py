@@ -4,11 +4,12 @@
     python eval/released.py FOLDER --text WIKITEXT --book BOOK --methods "turbo;low2;tuned.yaml"
     python eval/record.py released-smollm2 -- python eval/released.py smollm2 ...
 
-Rows of the text are prompts. The tokens after each prompt are fed one by one, and the logits of each step are compared
-with those of the unpatched model. `none` shows what bf16 rounding alone does. A pass key is five digits in the midst
-of a book, which the model must repeat at the end. Layers with a sliding window keep the model's precision.
-Prints one JSON row a setting: KL with its standard error over rows, top-1 agreement, total variation, perplexity, bits,
-and how many of 32 pass keys were found.
+Rows of the text are prompts. The tokens after each prompt are fed one by one, and each step's logits are compared with
+those of the unpatched model. `none` shows the effect of bf16 rounding alone. A pass key is five digits in the middle of
+a book, which the model must repeat at the end. Layers with a sliding window stay unquantized.
+
+Prints one JSON row per setting: KL with its standard error over rows, top-1 agreement, total variation, perplexity,
+bits, and how many of 32 pass keys were found.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from qattn_hf import patch, report, unpatch
 from qattn_hf.methods import measured_settings
 from qattn_hf.model._compat import CACHE
 
-# Contexts at which pass keys are asked for, and rows of text: SmolLM2 has 8,192 positions, Gemma 3 270M 32,768.
+# Contexts of pass keys, and rows of text. SmolLM2 has 8,192 positions, Gemma 3 270M 32,768.
 SHAPES = {
     "smollm2": {"rows": 16, "needles": (1900, 3800, 7600)},
     # of its windows: those packed by a method, which is not the default
@@ -50,8 +51,12 @@ class Task(NamedTuple):
     """What one process measures.
 
     Attributes:
-        folder: of the model. text, book: files. rows, prompt, steps: of the text. needles: contexts of pass keys.
-        settings: as `patch` takes them, or recipe files. stock: whether this process measures the unpatched model too.
+        folder: of the model.
+        text, book: files.
+        rows, prompt, steps: sizes of the text.
+        needles: contexts of pass keys.
+        settings: as for `patch`, or recipe files.
+        stock: whether this process measures the unpatched model as well.
         device: where it runs.
     """
 
@@ -68,7 +73,7 @@ class Task(NamedTuple):
 
 
 class Needle(NamedTuple):
-    """A prompt of so many tokens, and the tokens of the pass key that it hides."""
+    """A prompt, and the tokens of the pass key that it hides."""
 
     prompt: list[int]
     key: list[int]
@@ -112,7 +117,7 @@ def load(task: Task) -> Model:
 
 
 def _needle(encoded: Any, begin: list[int], book: list[int], tokens: int, generator: random.Random) -> Needle:
-    """A prompt of exactly so many tokens: book, in its midst the key, and the question."""
+    """Make a prompt of exactly `tokens` tokens: part of the book with the key in its middle, and the question."""
     key = "".join(str(generator.randint(1, 9)) for _ in range(5))
     head, needle, tail = map(encoded, (HEAD, NEEDLE.format(key=key), TAIL))
     room = tokens - len(head) - len(needle) - len(tail) - len(begin)
@@ -137,7 +142,7 @@ def perplexity(negative: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def against(model: Model, full: torch.Tensor, prompt: int) -> dict[str, Any]:
-    """Figures of a patched model beside the log-probabilities `[B, steps, V]` of the unpatched one."""
+    """Compare a patched model with the log-probabilities `[B, steps, V]` of the unpatched model."""
     read = []
     for step, theirs in enumerate(log_probabilities(model, prompt)):
         own, target = full[:, step], model.text[:, prompt + step + 1, None]

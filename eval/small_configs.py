@@ -122,7 +122,7 @@ def _value(config: PretrainedConfig, name: str) -> Any:
         return getattr(config, name, None)
     except AttributeError:
         return None
-    except Exception:  # a class of its own in newer releases: the field differs from layer to layer
+    except Exception:  # newer releases have a special error if the field differs between layers
         return getattr(config.per_layer_config[0], name, None)
 
 

@@ -1,10 +1,10 @@
-"""Sparse V on a model's own attention: time of decode steps, share of values skipped and KL, by context and threshold.
+"""Sparse V with a real model's attention: decode time, share of skipped values and KL, by context and threshold.
 
     python eval/record.py speed-sparse-v -- python eval/sparse_v_speed.py MODEL TEXT --context 2048 --context 8192
 
-Rows of a text are read through the packed cache, the last tokens one by one. KL is of these steps against the same
-cache with every value read. What is timed are the attention calls of the last step in all layers, with its queries,
-keys and values, in one CUDA graph. `budget` is infinite, as in the paper: thresholds alone decide.
+Rows of a text are read through the packed cache, the last tokens one by one. KL compares these steps with the same
+cache when every value is read. The timing covers the attention calls of the last step in all layers, with its queries,
+keys and values, in one CUDA graph. `budget` is infinite, as in the paper, so that only thresholds decide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of speed: steps and prompts of one layer, what parts of a setting cost, other calls, other models, memory."""
+"""Tables of speed: steps and prompts of one layer, costs of a setting's parts, other calls, other models, memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = (
     "turbo:bits=mixed,sink_num=0", "kivi:bits=2,group_size=128,residual_length=32", "sinkq",
 )  # fmt: skip
 DECODES = [(rows, tokens) for rows in (1, 16, 64) for tokens in (512, 8192, 32768)]
-# What each recipe, or default, is compared with, which has fewer parts
+# The simpler setting that each recipe or default is compared with
 PARENTS = {
     "turbo": "turbo:sink_num=0",
     "turbo_rotated": "turbo",
@@ -152,7 +152,7 @@ def _picked(picks: tuple[Pick, ...]) -> Rows:
 
 
 def _planned(results: list[Result]) -> Iterable[Row]:
-    """A line for each run, with what was predicted of it and what PyTorch's allocator said then."""
+    """Yield a line for each run, with the prediction and the numbers of PyTorch's allocator."""
     for row in every_row(results):
         cache = "DynamicCache" if row["method"] == "full" else row["method"]
         for run in row["runs"]:

@@ -66,13 +66,13 @@ class Table:
 
     Attributes:
         name: of the part.
-        records: patterns of the names of the records that it reads, space between.
-        head: the headings, `| B | context |`. Those between `||` are repeated for each value of `across`.
+        records: name patterns of its records, separated by spaces.
+        head: the headings, `| B | context |`. Headings between `||` are repeated for each value of `across`.
         line: a cell for each heading, as formats of a row.
-        rows: the rows of these records, in the order of the lines; all by default.
+        rows: returns the rows of these records in the order of the lines; all by default.
         across: a key. Rows that agree in the first cells share a line.
-        order: the values of this key in the order of the columns, or what puts them into it; else as rows come.
-        split: text before a table; rows of another text get a table of their own.
+        order: values of `across` in the order of the columns, or a sort key for them. The default is the rows' order.
+        split: text before a table. Each text gets a separate table.
     """
 
     name: str

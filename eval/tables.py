@@ -1,7 +1,7 @@
-"""Make the generated parts of README and docs anew: `python eval/tables.py`, or `--check` to only compare.
+"""Regenerate the generated parts of README and docs: `python eval/tables.py`, or `--check` to only compare.
 
-A generated part stands between `<!-- table:NAME -->` and `<!-- /table -->`, in a YAML file behind `# `; NAME is a key
-of `TABLES`. `docs/methods/NAME.md` are made as a whole, one for each method found.
+A generated part is between `<!-- table:NAME -->` and `<!-- /table -->`, with `# ` before them in a YAML file. NAME is a
+key of `TABLES`. The pages `docs/methods/NAME.md` are generated as a whole, one for each method.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 from unittest import mock
 
 import code_tables
+import gpu_tables
 import overview_table
 import paper_tables
 import quality_tables
+import small_gpu_tables
 import speed_tables
 import task_tables
 import type_tables
@@ -42,6 +44,8 @@ PAGES = {
     "papers": ("paper-*", "table-*"),
     "speed": ("speed-*", "long-prompts"),
     "size": ("bits*", "plan-check"),
+    "gpus": ("gpus",),
+    "small-gpus": ("small-gpus",),
 }
 
 
@@ -66,7 +70,9 @@ def _conditions(results: Path, page: str) -> str:
     return text.replace("; ", ";\n").replace(". Commands", ".\nCommands") if page == "overview" else text
 
 
-DECLARED = (overview_table, quality_tables, speed_tables, task_tables, paper_tables, type_tables)
+DECLARED = (
+    overview_table, quality_tables, speed_tables, small_gpu_tables, task_tables, paper_tables, type_tables, gpu_tables,
+)  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     **{table.name: table for module in DECLARED for table in module.TABLES},
     **{f"conditions-{page}": partial(_conditions, page=page) for page in PAGES},

@@ -1,12 +1,12 @@
-"""Scores of tasks on released models, setting by setting, with their agreement with full precision.
+"""Task scores of settings on released models, with their agreement with full precision.
 
     python eval/task_scores.py FOLDER=gsm8k,bbh,longbench,tools TUNED=gsm8k --data-dir DATA --processes 16
     python eval/record.py task-scores-smollm2 -- python eval/task_scores.py ...
 
-What `qattn eval` measures of one model in one process, dealt out to processes on all GPUs: steps of a small model wait
-for the host. Each takes one model, task and setting at a time. Prints one JSON row for each of these: score with its
-standard error, share of full precision's answers, bits, seconds in the model, number of questions. Where rows have
-lengths, as tool calls do, also agreement by length and the length that a setting holds to.
+The measurement is that of `qattn eval`, spread over processes on all GPUs, because steps of a small model wait for the
+host. A process takes one model, task and setting at a time and prints one JSON row: score with its standard error,
+share of full precision's answers, bits, seconds in the model, number of questions. For rows with lengths, such as tool
+calls, it adds agreement by length and the longest length at which a setting holds.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Task(NamedTuple):
 LENGTHS = (1024, 2048, 4096, 8192)  # SmolLM2 has 8,192 positions
 TASKS = {
     "gsm8k": Task("gsm8k", "exact_match", "strict-match", 192, 256),
-    "bbh": Task("bbh_cot_fewshot", "exact_match", "get-answer", 100, 256, 100),
+    "bbh": Task("bbh_cot_fewshot", "exact_match", "get-answer", 100, 256, 50),
     "longbench": Task("longbench_multi_news", "score", "none", 25, 128, chat=True),
     "tools": Task(
         "qattn_tools", "acc", "none", 25, 96, others=("arguments",), metadata={"lengths": list(LENGTHS), "samples": 50}
@@ -232,7 +232,7 @@ def print_rows(units: list[Unit], processes: int) -> int:
 
 
 def stop(*_: Any) -> None:
-    """End on SIGTERM with all processes, which would keep the output open: what was printed can be recorded."""
+    """End all processes on SIGTERM. They would keep the output open, and the printed rows could not be recorded."""
     for child in active_children():
         child.kill()
     os._exit(128 + signal.SIGTERM)

@@ -81,7 +81,7 @@ def _task_scores(results: list[Result]) -> Iterable[Row]:
 
 
 def _tool_calls(results: list[Result]) -> Iterable[Row]:
-    """A row for each length: the share of tool calls that are full precision's; first of those that it has right."""
+    """Yield a row for each length: shares of tool calls equal to full precision's, first among its correct calls."""
     calls = [row for row in scored(results) if row["task"] == "tools"]
     lengths = {row["model"]: list(row["agrees_by_length"]) for row in calls if "agrees_by_length" in row}
     for row in (row for row in calls if row["setting"] == "full" or "agrees_by_length" in row):

@@ -63,8 +63,10 @@ def stand_ins(modules: list[str]) -> list[str]:
 
 
 def padded_left(prepare: Any) -> Any:
-    """`prepare_config_and_inputs_for_generate` with its random masks turned around: they have padding on the right,
-    of which stock `generate` warns and a patched one says that it is wrong."""
+    """Reverse the random masks of `prepare_config_and_inputs_for_generate`, which have padding on the right.
+
+    Stock `generate` warns of such padding, and a patched model refuses it.
+    """
 
     @functools.wraps(prepare)
     def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +80,7 @@ def padded_left(prepare: Any) -> Any:
 
 
 def same_caches(stock: Any) -> Any:
-    """`_check_caches_are_equal` for packed caches too, which have no `keys` and `values`: all tensors, counters too."""
+    """Extend `_check_caches_are_equal` to packed caches. They have no `keys` and `values`, so all tensors count."""
 
     @functools.wraps(stock)
     def check(self: Any, one: Any, other: Any) -> None:

@@ -1,14 +1,14 @@
-"""Run transformers' own tests of generation and caches over patched models, and print one JSON row a test.
+"""Run transformers' tests of generation and caches over patched models, and print one JSON row per test.
 
     python eval/transformers_tests.py CHECKOUT --method none --method turbo
 
-CHECKOUT is a checkout of transformers' repository, whose tests are neither in its wheel nor whole in its sdist; its
-version is best the installed one. The tests are those of `GenerationTesterMixin`, with tiny random models and no
-downloads, in the test files of six families: first over stock models, then over models that each method patched. Two
-packages are wanted besides: `pip install parameterized httpx`.
+CHECKOUT is a checkout of transformers' repository, best of the installed version: the wheel has no tests, and the sdist
+lacks some. The tests are those of `GenerationTesterMixin` in the test files of six families. They use tiny random
+models and download nothing. They run over stock models first, then over models patched with each method. Two more
+packages are needed: `pip install parameterized httpx`.
 
-What differs from transformers' own run, for stock models too: masks have their padding on the left, attention weights
-are not asked for (`has_attentions`), and packed caches are compared tensor by tensor, since they have no keys and
+Three things differ from transformers' run, for stock models as well: masks are padded on the left, attention weights
+are not requested (`has_attentions`), and packed caches are compared tensor by tensor, because they have no keys and
 values. A test counts for a method if it passes with stock models.
 """
 
@@ -28,8 +28,8 @@ METHODS = ("none", "int8", "turbo", "kivi")
 # Statements of tests that ask for what a packed cache is not meant to be, with the reason: no others may fail.
 BY_DESIGN = {
     "self.assertTrue(isinstance(decoder_cache, DynamicCache))": "asserts that the cache is a DynamicCache",
-    'self.assertTrue(hasattr(model, "_compiled_call"))': "asserts that a step was compiled, which beside the model's "
-    "own sliding layers runs eagerly; the report says why",
+    'self.assertTrue(hasattr(model, "_compiled_call"))': "asserts that a step was compiled, but unpacked sliding "
+    "layers make steps eager; the report says why",
 }
 
 

@@ -1,4 +1,4 @@
-"""Tables of what ran: transformers' causal types and own tests, quantized weights, tests and sanitizers on GPUs."""
+"""Tables of test runs: transformers' causal types and tests, quantized weights, tests and sanitizers on GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = {
     "the config has encoder": "encoder and decoder of different sizes",
     "no attention, so": "no attention",
     "cross attention": "cross attention",
-    "beyond causal": "masks of its own, beyond causal",
+    "beyond causal": "special masks, beyond causal",
 }
 OUTCOMES = ("passed", "refused", "failed")  # of transformers' own tests with a method
 KEYS = {"family", "test", "stock", "reason", "why"}  # the other keys of a row are methods, with the outcome
@@ -49,7 +49,7 @@ def _types(results: list[Result]) -> Iterable[Row]:
 
 
 def _why(row: Row) -> str:
-    """The reason of a refusal without the type's name; of what runs, the kinds of layers that are not packed."""
+    """Return why a type is refused, without its name, or the kinds of layers that are not packed."""
     if row["result"] in ("part", "own"):
         return ", ".join(kind for kind in row["layers"] if kind not in ("full_attention", "hybrid"))
     if row["result"] != "refused":

@@ -2,9 +2,9 @@
 
     python examples/train_biased_model.py --text books.txt.xz --out biased_model
 
-Text, tasks, schedule and scores are the demo model's (train_demo_model.py), and so is the tokenizer. In Qwen2's models
-biases make a few channels of the keys far larger than the others, what scales shared by a token or a block treat worst;
-a small model trained for minutes grows none, so they begin large, in channels that RoPE hardly turns, and are trained.
+Text, tokenizer, tasks, schedule and scores are as in train_demo_model.py. In Qwen2 models, biases make a few key
+channels far larger than the others, the worst case for scales per token or block. A small model does not develop such
+biases within minutes, so they start large, in channels that RoPE hardly turns, and are trained from there.
 """
 
 from __future__ import annotations

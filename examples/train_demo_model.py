@@ -1,10 +1,10 @@
-"""Train the demo model that the package carries: a small Llama that reads, adds and recalls.
+"""Train the demo model of the package: a small Llama that reads, adds and recalls.
 
     python examples/train_demo_model.py --text books.txt.xz --out qattn_hf/assets/demo_model
 
-Prose comes from `--text` (a file, or a hub data set with a `text` column); sums, recall lists and lists said twice
-are generated (demo_data.py). A hinge makes `<|bos|>` an attention sink from layer `SINK_LAYER` on, as in large models.
-Ends when `--tokens` are seen or `--minutes` have passed, whichever comes first; the schedule follows.
+Prose comes from `--text`, a file or a hub data set with a `text` column. Sums, recall lists and repeated lists are
+generated (demo_data.py). A hinge loss makes `<|bos|>` an attention sink from layer `SINK_LAYER` on, as in large models.
+Training ends after `--tokens` or `--minutes`, whichever comes first, and the schedule follows.
 """
 
 from __future__ import annotations

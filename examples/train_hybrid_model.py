@@ -2,8 +2,8 @@
 
     python examples/train_hybrid_model.py --text books.txt.xz --out hybrid_model
 
-Text, tasks, schedule and scores are the demo model's (train_demo_model.py), and so is the tokenizer. Every second layer
-sees `WINDOW` tokens, so what lies further back is recalled by full layers alone.
+Text, tokenizer, tasks, schedule and scores are as in train_demo_model.py. Every second layer sees `WINDOW` tokens, so
+only full layers recall earlier tokens.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ def attention(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal attention with learned sinks by torch's own, for rows without padding.
+    """Causal attention with learned sinks through torch's attention, for rows without padding.
 
-    A sink is a key more, ahead of all, whose value is zero; one more channel, which is 1 in queries, holds its score.
+    A sink is an extra first key with a value of zero. Its score is in an extra channel, which is 1 in queries.
 
     Args:
-        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`. s_aux: `[Hq]`, scores of the sinks.
+        query: `[B, Hq, T, D]`.
+        key, value: `[B, Hkv, T, D]`.
+        s_aux: `[Hq]`, scores of the sinks.
 
     Returns:
         `[B, T, Hq, D]` and None.

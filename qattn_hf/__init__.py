@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from qattn_hf.cache.reporting import Report, report
     from qattn_hf.errors import CapacityError, QAttnError, RecipeError, UnsupportedError
     from qattn_hf.methods import list_methods
+    from qattn_hf.methods import register as register_method
+    from qattn_hf.patching.by_name import QAttnConfig
     from qattn_hf.patching.patcher import patch, release, unpatch
     from qattn_hf.recipes.recipe import Recipe, load_recipe
 
 __all__ = [
     "CapacityError",
     "QAttnCache",
+    "QAttnConfig",
     "QAttnError",
     "Recipe",
     "RecipeError",
@@ -38,6 +41,7 @@ __all__ = [
     "load_recipe",
     "patch",
     "plan",
+    "register_method",
     "release",
     "report",
     "tune",
@@ -45,9 +49,10 @@ __all__ = [
 ]
 
 _MODULES = ("bench", "check", "compare", "inspect", "plan", "tune")
-_MODULE_OF = {
+_PLACE_OF = {
     "CapacityError": "errors",
     "QAttnCache": "cache.cache",
+    "QAttnConfig": "patching.by_name",
     "QAttnError": "errors",
     "Recipe": "recipes.recipe",
     "RecipeError": "errors",
@@ -56,6 +61,7 @@ _MODULE_OF = {
     "list_methods": "methods",
     "load_recipe": "recipes.recipe",
     "patch": "patching.patcher",
+    "register_method": "methods:register",
     "release": "patching.patcher",
     "report": "cache.reporting",
     "unpatch": "patching.patcher",
@@ -65,9 +71,10 @@ _MODULE_OF = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"qattn_hf.{name}")
-    if name not in _MODULE_OF:
+    if name not in _PLACE_OF:
         raise AttributeError(f"module 'qattn_hf' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"qattn_hf.{_MODULE_OF[name]}"), name)
+    module, _, inner = _PLACE_OF[name].partition(":")
+    value = getattr(importlib.import_module(f"qattn_hf.{module}"), inner or name)
     globals()[name] = value  # later look-ups skip this function
     return value
 

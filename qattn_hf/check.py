@@ -1,4 +1,4 @@
-"""Check from a config whether a method supports a model, and the size of its cache, as `qattn check` does.
+"""Check from a config whether a method supports a model, and the size of its cache, as `qattn doctor` does.
 
     from qattn_hf import check
 

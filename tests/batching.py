@@ -19,7 +19,7 @@ SECONDS = 60  # after which an answer is missing: none of these takes one second
 
 @contextmanager
 def running(model: PreTrainedModel, blocks: int = 16, **settings: Any) -> Iterator[Any]:
-    """A manager over a pool of so many blocks of 64 tokens."""
+    """Run a manager over a pool of `blocks` blocks of 64 tokens."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     batching = {"num_blocks": blocks, "page_size": 64, "max_batch_tokens": 512, **settings.pop("batching", {})}
@@ -31,7 +31,7 @@ def running(model: PreTrainedModel, blocks: int = 16, **settings: Any) -> Iterat
 
 
 def outputs(manager: Any, ids: Iterable[str]) -> dict[str, Any]:
-    """The last outputs of these requests, once all are there; those of others are dropped."""
+    """Wait for the last outputs of these requests. Outputs of other requests are dropped."""
     found: dict[str, Any] = {}
     wanted, deadline = set(ids), time.monotonic() + SECONDS
     while wanted - found.keys():
@@ -50,7 +50,7 @@ def answer(manager: Any, prompt: list[int], **settings: Any) -> list[int]:
 
 
 class Fault:
-    """Raises at chosen calls of a function that it stands for."""
+    """Wraps a function and raises at chosen calls."""
 
     def __init__(self, owner: Any, name: str, at: Iterable[int], error: BaseException):
         self.own, self.at, self.error, self.calls = getattr(owner, name), set(at), error, 0

@@ -1,6 +1,8 @@
-"""Triton's interpreter reads and writes whatever address a kernel computes. Here each must lie inside a tensor that the
-launch was given, as compute-sanitizer's memcheck asks on a GPU: what lies behind belongs to somebody else, and the
-process dies of it much later."""
+"""Check that each address a kernel computes lies inside a tensor of its launch, as compute-sanitizer's memcheck does.
+
+Triton's interpreter reads and writes any address. An access outside the tensors hits foreign memory, and the process
+crashes much later.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ class Bounds:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor and the end of its last element; of one element, as launch plans give pointers, those of
-    the memory that it is a view of."""
+    """Return the first byte of a tensor and the end of its last element.
+
+    For a tensor of one element, which a launch plan uses as a pointer, return the extent of the memory that it views.
+    """
     if tensor.numel() == 1:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

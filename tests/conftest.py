@@ -1,5 +1,8 @@
-"""Without a GPU Triton's kernels run in its interpreter. Triton asks for that when it is imported, which other
-libraries may do first, so it is settled before any test module; so is the number of threads of each test process."""
+"""Set up Triton's interpreter and the threads of each test process before any test module is imported.
+
+Without a GPU, kernels run in the interpreter. Triton decides that when it is imported, and other libraries may import
+it first.
+"""
 
 import os
 import sys
@@ -12,9 +15,11 @@ from typing import Any
 import pytest
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
-if WORKER is not None:  # processes beside one another: with all cores each, they wait for one another
+if WORKER is not None:  # parallel processes would wait for each other if each used all cores
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
+
+os.environ["QATTN_TUNED"] = os.devnull  # tiles that were measured on this machine are not what tests expect
 
 import torch  # noqa: E402 - reads these once
 
@@ -34,20 +39,19 @@ elif WORKER is not None:  # they share out the GPUs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark most sets of parameters of a test `slow`, and many of these `exhaustive`: some stay in the first tier.
+    """Mark most sets of parameters of a test `slow`, and many of these `exhaustive`. Some stay in the first tier.
 
-    Products are the tests marked `product`, and all below `kernels/` and `conformance/`, which ask each thing of many
-    settings. The first tier keeps one set of each kind of format (`kind_of`). A test of kernels, which the interpreter
-    runs, keeps one set in all, and one below `kernels/` that runs none keeps up to `FEW`. A hash of the test's name
-    chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper. The slow tier
-    meets other values of each parameter (`values_of`), in at most `MOST` sets, of kernels `MOST_OF_KERNELS`: of a
-    longer list each test has other parts, by a hash of names.
+    Products are the tests marked `product`, and all tests below `kernels/` and `conformance/`, which check many
+    settings. The first tier keeps one set for each kind of format (`kind_of`). Tests of kernels are slow in the
+    interpreter and keep one set in all; tests below `kernels/` without kernels keep up to `FEW`. A hash of the test's
+    name chooses among equals. `product("quickstart")` names the set instead, if some sets are much cheaper.
 
-    What is left of a product joins values that were all met, or goes on in a long list: it is `exhaustive`, which
-    implies `slow`.
+    The slow tier covers other values of each parameter (`values_of`), in at most `MOST` sets, or `MOST_OF_KERNELS` for
+    kernels. Hashes of names give each test different parts of a longer list. The rest of a product is `exhaustive`,
+    which implies `slow`.
 
-    Any other test of more than `MANY` sets keeps in the first tier what meets each value of each parameter. The rest is
-    `slow`.
+    Any other test of more than `MANY` sets keeps sets in the first tier until each value of each parameter is covered.
+    The rest is `slow`.
     """
     tests: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
@@ -69,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _choices(sets: list[Any]) -> list[list[Any]]:
-    """Sets of parameters of one test, those of one kind of format together; all together where kernels run."""
+    """Group the sets of parameters of a test by kind of format. Sets of a test of kernels are one group."""
     if sets[0].get_closest_marker("gpu"):
         return [sets]
     if sets[0].path.parent.name == "kernels" and len(sets) <= FEW:
@@ -106,8 +110,10 @@ def values_of(item: Any) -> set[tuple[str, str]]:
 
 
 def _told(callspec: Any, name: str) -> str:
-    """A parameter's value in words that all processes choose alike: those of a function hold its address, so its place
-    stands for it."""
+    """Return a parameter's value as text that all processes agree on.
+
+    The text of a function has its address, so its index is used instead.
+    """
     value = callspec.params[name]
     if is_case(value):
         return kind_of(value)
@@ -116,8 +122,8 @@ def _told(callspec: Any, name: str) -> str:
 
 
 def kind_of(case: Any) -> str:
-    """How a method with its settings keeps keys whose block is open: in a ring of INT8 codes, in a ring of the model's
-    precision, or in the blocks themselves, without a ring. Settings that the method refuses are a kind of their own."""
+    """Return how a method with its settings stores keys of an open block: in a ring of INT8 codes, in an unquantized
+    ring, or in the blocks without a ring. Settings that the method refuses are a separate kind."""
     from qattn_hf.methods import get_method
 
     try:
@@ -136,7 +142,7 @@ def is_case(value: Any) -> bool:
 
 @pytest.fixture(autouse=True)
 def kernels_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that runs kernels runs on GPUs too: it has the mark by which `eval/gpu_tests.py` chooses."""
+    """Check that a test that runs kernels has the mark `gpu`, which `eval/gpu_tests.py` selects."""
     launches.clear()
     yield
     if launches and request.node.get_closest_marker("gpu") is None:
@@ -145,8 +151,10 @@ def kernels_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiled_code_is_dropped() -> Iterator[None]:
-    """Dynamo keeps eight variants of a function: with those of other tests the limit would be met by whichever comes
-    last."""
+    """Drop compiled code between tests.
+
+    Dynamo keeps eight variants of a function, and other tests' variants would exhaust the limit.
+    """
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()

@@ -14,9 +14,9 @@ from qattn_kernels.step import operator
 
 
 class Failing(TorchDispatchMode):
-    """Context in which operation number `at` raises `error`, of those that allocate a tensor, which it counts.
+    """Context in which the `at`-th operation that allocates a tensor raises `error`.
 
-    What the operator of a packed layer does is counted too, but for the inside of kernels that are interpreted.
+    Operations inside a packed layer's operator count, but not those inside interpreted kernels.
     """
 
     def __init__(self, at: int, error: type[BaseException] = torch.OutOfMemoryError):
@@ -39,10 +39,11 @@ class Failing(TorchDispatchMode):
 
 
 class Interrupted:
-    """Context in which an interrupt comes before line number `at` of those that run in some files.
+    """Context that raises an interrupt before the `at`-th line that runs in some files.
 
     Attributes:
-        count: number of lines so far. seen: of each line, the first and the last number.
+        count: number of lines so far.
+        seen: for each line, its first and last number.
     """
 
     def __init__(self, at: int, files: Collection[str]):

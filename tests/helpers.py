@@ -33,7 +33,7 @@ SAGE1: dict[str, Any] = {"granularity": "block", "smooth_q": "none", "pv": "mode
 COUNTERS = ("nonfinite", *(f"v_{name}" for name in SkipCounts._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are tested, see conftest.py
-# settings beside the variants of methods with which a row keeps what its first tokens fixed
+# more settings in which a row keeps what its first tokens fixed
 FIXED: list[Case] = [
     ("paper_turbo", {"buffer_scale": "universal"}),
     ("turbo", {"bits": "mixed", "smooth_k": True}),
@@ -78,7 +78,7 @@ def constants_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
 
 
 class GivenLayer(QAttnLayer):
-    """A layer whose constants are those of `constants_of`."""
+    """A layer with the constants of `constants_of`."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.constants = constants_of(self.spec, key_states.shape[1], key_states.shape[3])

@@ -1,4 +1,4 @@
-"""Shared by the tests of refusals: small models, and what a refusal leaves behind."""
+"""Helpers for the tests of refusals: small models, and checks that a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def traces(model: PreTrainedModel) -> list[Any]:
-    """What a patch would leave behind."""
+    """Return everything that a patch adds to a model."""
     return [model.config._attn_implementation, *((set(vars(m)), len(m._forward_pre_hooks)) for m in model.modules())]
 
 

@@ -9,11 +9,13 @@ from models import build
 from small_configs import WINDOW
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from qattn_hf.recipes import sliding
+
 # layers that are packed whatever the setting `sliding` says
 PACKED: dict[str, list[bool]] = {
     "gemma2": [False, True],
     "gemma3_text": [False, True],
-    "gemma3n_text": [False, True, False, True, False, False],  # of which the last two share keys with others
+    "gemma3n_text": [False, True, False, True, False, False],  # the last two share keys with other layers
     "gemma4_text": [False, True],  # of other heads in its full layer
     "gpt_oss": [False, True],
     "mistral": [False, False],
@@ -41,3 +43,8 @@ def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
     model = build(model_type, 1, **{**CHANGES.get(model_type, {}), **changes})
     model.generation_config.eos_token_id = None
     return model
+
+
+def in_packed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep exact windows in the packed cache, as on a GPU whose steps are captured."""
+    monkeypatch.setattr(sliding, "why_stock", lambda *_: None)

@@ -1,7 +1,8 @@
-"""Generates with a model that is split over the processes that started this, once for each settings of a method; the
-first process prints a line of JSON for each.
+"""Generate with a model that is split over the processes of this launch, once for each settings of a method.
 
-torchrun --nproc-per-node 2 tests/split_model.py FOLDER METHOD LIST_OF_SETTINGS_AS_JSON PROMPT_TOKENS
+The first process prints a line of JSON for each.
+
+    torchrun --nproc-per-node 2 tests/split_model.py FOLDER METHOD LIST_OF_SETTINGS_AS_JSON PROMPT_TOKENS
 """
 
 from __future__ import annotations

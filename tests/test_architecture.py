@@ -1,4 +1,4 @@
-"""Rules that a machine can check: who imports whom, how long files and functions are, what is documented."""
+"""Rules that a machine can check: imports, lengths of files and functions, docstrings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ STAY = {
     ),
 }
 # What `qattn_hf` may import of the kernels, as the docstring of `qattn_kernels` says.
-PUBLIC = re.compile(r"qattn_kernels\.(formats(\.traits|\.\w+\.reference)?|layout|layer\.\w+|step\.\w+|launch\.plan)")
+PUBLIC = re.compile(
+    r"qattn_kernels\.(formats(\.traits|\.\w+\.reference)?|chip|layout|layer\.\w+|step\.\w+|launch\.plan)"
+)
 
 
 def module_name(path: Path) -> str:
@@ -49,7 +51,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path, modules: set[str]) -> set[str]:
-    """Those of `modules` that a file imports, wherever in the file it does."""
+    """Return the `modules` that a file imports anywhere."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -69,8 +71,10 @@ def module_graph() -> Graph:
 
 
 def entry_graph(modules: Graph, folder: str) -> Graph:
-    """Files and folders of a folder, by its dotted name, and which others of these they import; its own code, in
-    `__init__.py`, is an entry too."""
+    """Return which entries of a folder import which others.
+
+    Entries are files, folders, and the code in `__init__.py`.
+    """
     found: Graph = {}
 
     def entry(name: str) -> str | None:
@@ -229,8 +233,10 @@ DOCUMENTED = dict(public_functions())
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_public_names_are_documented(name: str):
-    """Each says in a sentence what it is; a function of the package itself names its arguments, and each says which
-    errors of ours it raises."""
+    """Each has a sentence that says what it is and names our errors that it raises.
+
+    A function of the package itself names its arguments.
+    """
     thing = DOCUMENTED[name]
     text = inspect.cleandoc(thing.__doc__ or "")
     assert re.match(r"[A-Z`].*", text), "a docstring begins with a sentence"
@@ -250,7 +256,7 @@ def test_public_names_are_documented(name: str):
 
 
 def test_version_changelog_and_citation_agree():
-    """A date stands in both files or in none: the changelog dates what is tagged, and names the rest unreleased."""
+    """Both files have a date or neither does. The changelog dates tagged versions and calls the rest unreleased."""
     text = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff")}
     (first, date), *_ = re.findall(r"^## \[([^\]]+)\](?: - (\d{4}-\d{2}-\d{2}))?$", text["CHANGELOG.md"], re.M)
     assert first == (qattn_hf.__version__ if date else "Unreleased")

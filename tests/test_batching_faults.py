@@ -209,7 +209,8 @@ def test_a_loop_that_ended_says_so_and_starts_again():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["turbo", pytest.param("kivi", marks=pytest.mark.exhaustive)])
 def test_kernels_outlive_a_forward_that_fails(method: str):
-    """One that runs out of memory, among seeded draws, whose tokens are those of requests alone."""
+    """A forward that runs out of memory does not change the tokens of seeded draws, which equal those of single
+    requests."""
     model, prompts = tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), prompts_of(5, 63)
     patch(model, method, impl="triton")
     wishes = [{"seed": seed, "do_sample": True, "top_p": 0.9} for seed in range(2)]
@@ -343,8 +344,8 @@ def test_a_cancelled_request_tells_its_handler():
 
 
 def test_prefixes_with_sinks_stay_right_after_faults():
-    """A forward that fails between sharers, a cancelled sharer, a prefix that cannot be kept, a pool that gives kept
-    blocks back."""
+    """Faults: a forward that fails between sharers, a cancelled sharer, a prefix that cannot be kept, and a pool that
+    reclaims kept blocks."""
     model, (prefix, *ends) = patch(tiny_llama(), "turbo"), prompts_of(128, 5, 6, 7, 8)
     prompts = [prefix + end for end in ends]
     own = alone(model, prompts[0], max_new_tokens=NEW)

@@ -1,4 +1,4 @@
-"""Continuous batching: what a request may ask for, and what a pool has room for."""
+"""Continuous batching: valid and invalid requests, and the capacity of a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qattn bench`: what it measures is what it says, and no failure hides behind a figure."""
+"""`qattn bench` measures what it claims, and no failure is hidden in a figure."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_requests_share_pools_of_the_same_bytes(bench):
 
 
 def test_the_best_of_sdpa_is_a_step_over_the_whole_context():
-    """What a GPU captures, run here as it is: each layer attends to as many tokens as the context has."""
+    """Run on a CPU what a GPU captures: each layer attends to all tokens of the context."""
     model = tiny_llama()
     shapes, before = throughput.heads_of(model), model.config._attn_implementation
     with throughput.with_sdpa(model, shapes, 3, 70, sdpa.BACKENDS["flash"]) as caches:
@@ -265,7 +265,7 @@ def test_watching_leaves_the_model_as_it_was():
 
 
 def test_what_is_compiled_is_the_bare_call(monkeypatch):
-    """A compiled step must not contain our clock; the clock stands around it."""
+    """A compiled step must not contain the clock, which wraps the call from outside."""
     model, compiled = tiny_llama(), []
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *_: True)
     monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call) or call)

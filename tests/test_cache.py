@@ -1,4 +1,5 @@
-"""A cache in its user's hands: what it hands out is the user's own, whose it is, and what is left when a call fails."""
+"""A cache as its user sees it: its results are the user's to keep, it belongs to one model, and failed calls change
+nothing."""
 
 from __future__ import annotations
 
@@ -294,7 +295,7 @@ def test_rows_are_named_as_tensors_are_indexed(model, named):
 def test_rows_that_are_not_there_are_refused(model, indices):
     cache = model(ROWS).past_key_values
     before = state(cache)
-    with pytest.raises(QAttnError, match=r"no rows of a cache that has 3.*Nothing was changed"):
+    with pytest.raises(QAttnError, match=r"not rows of a cache with 3.*Nothing was changed"):
         cache.batch_select_indices(indices)
     assert same(before, cache)
 

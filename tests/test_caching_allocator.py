@@ -69,14 +69,14 @@ def test_blocks_never_overlap_and_all_that_is_freed_is_merged(steps):
         allocator.free(block)
     free = [entry for entries in allocator._free.values() for entry in entries]
     assert sum(size for size, _, _ in free) == allocator.reserved
-    assert all(block.before is None and block.behind is None for _, _, block in free)
+    assert all(block.before is None and block.after is None for _, _, block in free)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: its allocator is what is followed")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_gpu_reserves_as_much(seed):
-    """400 tensors of 1 KiB to 200 MiB, half of them freed again in no order, on a stream of their own."""
+    """Allocate 400 tensors of 1 KiB to 200 MiB on a separate stream, and free half of them in random order."""
     rng, allocator = random.Random(seed), CachingAllocator()
     alive: list[tuple[Any, Block]] = []
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Calls that ask for no cache, checkpoints that ask for another one, weights that are elsewhere: all are served."""
+"""Calls without a cache, checkpoints that request another cache, and weights on other devices all work."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_device_of_offloaded_weights():
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_model_that_was_compiled_before_patch(fullgraph):
-    """Its calls are compiled anew. A cache of their own is made and given room outside of what is compiled."""
+    """Its calls are compiled again. A new cache is made and allocated outside the compiled code."""
     model, uncompiled = tiny_llama(), patch(tiny_llama(), "turbo")
     model.compile(backend="aot_eager", fullgraph=fullgraph)
     stock = model(IDS).logits

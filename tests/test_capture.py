@@ -1,4 +1,4 @@
-"""Which models can be captured, and what is said of those that cannot."""
+"""Which models can be captured, and the reasons given for others."""
 
 from __future__ import annotations
 

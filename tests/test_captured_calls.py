@@ -72,7 +72,7 @@ def test_a_draft_models_steps_are_captured(fake: FakeGraphs):
         assert torch.equal(model.generate(ids, assistant_model=draft, **call), want)
     for drafts, captures in ((draft, True), (like, False)):
         steps = [step for _, kinds in drafts._qattn.pool.steps.values() for step in kinds.values()]
-        assert any(isinstance(step, graph.Step) for step in steps) == captures
+        assert any(isinstance(step, graph.CapturedStep) for step in steps) == captures
     assert draft._qattn.last.cache.layers[0].capacity >= 300, "rounds share one capacity"
 
 

@@ -1,4 +1,4 @@
-"""Text through one cache in chunks: what comes out is what one call would say, and every token comes once."""
+"""Text that one cache reads in chunks gives the results of a single call, with each token once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_chunks_read_what_earlier_chunks_packed():
     chunks = list(feed(model, ids, cuts(200, 50)))
     assert report(chunks[-1].cache).to_dict()["packed_tokens"] == 192
     off = (torch.cat([c.logits for c in chunks], 1) - whole).abs().amax(-1)[0]
-    assert off[:50].max() < 1e-4 * off[64:].mean()  # the first chunk is a call of its own; later ones meet codes
+    assert off[:50].max() < 1e-4 * off[64:].mean()  # the first chunk is a separate call; later ones read codes
 
 
 def test_padding_and_a_cache_that_goes_on():

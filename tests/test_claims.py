@@ -1,7 +1,7 @@
-"""What the papers claim of their methods, as tests: layers fed by hand on the CPU reference, against fp64.
+"""The papers' claims about their methods, as tests of layers with made inputs: the CPU reference against fp64.
 
-An error is that of 16 decoded tokens' attention in several rows, relative to the output. Random keys and values have no
-structure that a method could use by chance, so the structure that a claim is about is put in by hand.
+The error is that of the attention of 16 decoded tokens in several rows, relative to the output. Random keys and values
+have no structure that a method could exploit by chance, so each test adds the structure of its claim.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def normal(peak: float = 1.0, wide: float = 1.0, shift: float = 0.0, tokens: int = CONTEXT, rows: int = ROWS) -> Inputs:
-    """Unit normal queries of 4 heads, keys and values of 2. `peak` scales the scores; of three channels of the keys
-    `wide` scales the deviations, and `shift` those of their means."""
+    """Return unit normal queries of 4 heads, and keys and values of 2 heads.
+
+    `peak` scales the scores. In three channels of the keys, `wide` scales the deviations and `shift` the deviations of
+    their means.
+    """
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(rows, heads, tokens + DECODED, DIM, generator=g) for heads in (4, 2, 2))
     k[..., [3, 17, 40]] = k[..., [3, 17, 40]] * wide + shift * torch.randn(rows, 2, 1, 3, generator=g)
@@ -35,10 +38,10 @@ def normal(peak: float = 1.0, wide: float = 1.0, shift: float = 0.0, tokens: int
 def with_sinks(
     places: tuple[int, ...] = (0,), height: float = 8.0, tokens: int = CONTEXT, rows: int = ROWS, v_mean: float = 0.0
 ) -> Inputs:
-    """Keys and values as in models that have attention sinks.
+    """Make keys and values as in models with attention sinks.
 
-    Keys of a head share means in four channels, and queries point away from them; a sink's key has no means and hardly
-    a norm, so its score lies `height` above the others'. Its value is small.
+    Keys of a head share means in four channels, and queries point away from them. A sink's key has no means and almost
+    no norm, so its score is `height` above the others. Its value is small.
     """
     q, k, v = normal(tokens=tokens, rows=rows)
     g = torch.Generator().manual_seed(1)
@@ -139,8 +142,11 @@ def test_rotation_beats_none_on_outlier_channels(bits: int, kind: str):
 
 @pytest.mark.parametrize("kind", ["wide channels", "shifted channels"])
 def test_rotated_keys_beat_others_where_a_token_has_one_scale(kind: str):
-    """No tolerance; the same of INT8 tokens. Of codes by channel (turbo, KIVI) nothing is claimed: each channel has a
-    scale of its own, and what a rotation gains or costs is the model's."""
+    """No tolerance, also for INT8 tokens.
+
+    For codes by channel (turbo, KIVI) nothing is claimed: each channel has its own scale, and the gain of a rotation
+    depends on the model.
+    """
     inputs = INPUTS[kind]()
     turned, plain = (error(("int8", {"rotate_k": way}), inputs) for way in ("hadamard", "none"))
     assert turned < plain
@@ -152,8 +158,10 @@ def test_rotated_keys_beat_others_where_a_token_has_one_scale(kind: str):
     ids=case_id,
 )
 def test_smoothing_keys_beats_none_on_channels_with_means(case: Case):
-    """No tolerance: where codes have a scale a token or a block, means that all keys share take most of it. Of codes by
-    channel (turbo, KIVI) nothing is claimed: they have a zero point of their own."""
+    """No tolerance: if codes have a scale per token or block, the common mean of keys uses up most of it.
+
+    For codes by channel (turbo, KIVI) nothing is claimed: each channel has a zero point.
+    """
     inputs = normal(shift=8)
     method, settings = case
     smooth, plain = (error((method, {**settings, "smooth_k": smooth}), inputs) for smooth in (True, False))
@@ -173,8 +181,10 @@ def test_keys_over_their_norms_beat_others_where_a_sink_is_small(bits: int):
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("case", [("sinkq", KIVI), ("turbo", {"bits": 2, "sink_num": 3})], ids=["sinkq", "turbo"])
 def test_clipped_ranges_of_2_bits_beat_whole_ones(case: Case, kind: str):
-    """Of 0.75 halves of a step the step is 0.8 of a whole range's, and so is the error where it is one of rounding; the
-    rest of 0.9 is for what lies beyond the outer codes."""
+    """With `clip` 0.75 the step is 0.8 of the full range's step, and so is the rounding error.
+
+    The tolerance of 0.9 leaves room for numbers beyond the outermost codes.
+    """
     method, settings = case
     inputs = INPUTS[kind]()
     clipped, whole = (error((method, {**settings, "clip": clip}), inputs) for clip in (0.75, 0.0))
@@ -182,7 +192,7 @@ def test_clipped_ranges_of_2_bits_beat_whole_ones(case: Case, kind: str):
 
 
 def test_a_clipped_range_needs_a_pool_where_sinks_are():
-    """A sink's key lies farthest out in its channels, so that its error, which most queries meet, is what grows."""
+    """A sink's key is the outlier of its channels. Clipping increases its error, which affects most queries."""
     inputs = with_sinks()
     clipped, whole = (error(("kivi", {**KIVI, "clip": clip}), inputs) for clip in (0.75, 0.0))
     assert clipped > whole
@@ -190,7 +200,10 @@ def test_a_clipped_range_needs_a_pool_where_sinks_are():
 
 @pytest.mark.parametrize("bits", [4, 2])
 def test_a_scale_a_token_keeps_the_value_of_a_sink(bits: int):
-    """A sink's value is small and most of what a query reads; one scale for its block leaves it an integer or two."""
+    """A sink's value is small, and queries read mostly this value.
+
+    With one scale per block it has only one or two integer levels.
+    """
     inputs = with_sinks()
     widths = {"k_bits": 4, "v_bits": bits, "sink_num": 0}
     token, block = (error(("turbo", {**widths, "v_scale": scale}), inputs) for scale in ("token", "block"))

@@ -1,4 +1,4 @@
-"""The command line: what a newcomer reads, what comes out, and what an error looks like."""
+"""The command line: help for newcomers, output, and errors."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ LARGE = ("torch", "transformers", "numpy", "huggingface_hub")
         (["methods", "trubo"], 2),
         (["demo", "--method", "trubo"], 2),
         (["cache", "report", "--recipe", "trubo_sink"], 2),
-        (["check", "--compile", "--set", "bits"], 2),
+        (["doctor", "--compile", "--set", "bits"], 2),
         (["compare", "--method", "turbo:k_bits=4,v_bits=2,kivvi"], 2),
         (["eval", "--task", "gsm8k_cot", "--method", "full,turbo:bits"], 2),
     ],
@@ -389,10 +389,10 @@ def test_demo_shows_progress_on_a_terminal(model_dir):
 
 
 def test_kernels_are_compiled_for_a_gpu_alone(qattn):
-    code, out, err = qattn("check", "--compile", "--device", "cpu")
+    code, out, err = qattn("doctor", "--compile", "--device", "cpu")
     assert code == 2 and not out and "finds none" in err
 
 
 def test_nothing_is_compiled_for_what_packs_nothing(qattn):
-    code, out, err = qattn("check", "--compile", "--method", "sage2:cache=model", "--device", "cpu")
+    code, out, err = qattn("doctor", "--compile", "--method", "sage2:cache=model", "--device", "cpu")
     assert code == 1 and not out and "packs nothing" in err

@@ -62,7 +62,7 @@ def test_every_command_has_one_grammar(name):
 @pytest.mark.parametrize(
     ("older", "today"),
     [
-        ("warm MODEL --method turbo", "check MODEL --method turbo --compile"),
+        ("warm MODEL --method turbo", "doctor MODEL --method turbo --compile"),
         ("report --tokens 9 --json", "cache report --tokens 9 --json"),
         ("report --model MODEL", "cache report MODEL"),
         ("compare --model MODEL --text book.txt", "compare MODEL --text book.txt"),
@@ -76,7 +76,7 @@ def test_every_command_has_one_grammar(name):
         ("inspect --model MODEL --output pictures", "inspect MODEL --pictures pictures"),
         ("inspect -o pictures --json numbers.json", "inspect --pictures pictures --output numbers.json"),
         ("tune --model MODEL --candidate turbo -o x.yaml", "tune MODEL --method turbo -o x.yaml"),
-        ("check MODEL --gpu-memory 24 --weights 1.5", "check MODEL --gpu-memory 24GiB --weights 1.5GiB"),
+        ("check MODEL --gpu-memory 24 --weights 1.5", "doctor MODEL --gpu-memory 24GiB --weights 1.5GiB"),
         ("bench throughput --kv-mib 40960", "bench throughput --kv-memory 40960MiB"),
         ("bench generate --model MODEL --plot x.png", "bench generate MODEL --picture x.png"),
         ("serve MODEL --max-body-mib 8", "serve MODEL --max-body 8MiB"),

@@ -62,7 +62,7 @@ def test_a_pass_leaves_the_model_as_it_was():
 
 
 def test_every_cache_of_a_model_has_its_shares():
-    """Its first, the next in the same memory, one beside it, copies, and one that was emptied."""
+    """Caches: the first, the next in the same memory, a second one at the same time, copies, and a reset one."""
     model, ids = patch(model_of(), **METHOD), random_ids(2, 150)
     want = [constants["k.compensation"] for constants in model._qattn.constants]
     assert all(x.any() for x in want) and not torch.equal(*want)
@@ -110,7 +110,7 @@ def test_a_saved_prefix_goes_on_and_is_emptied_with_its_shares(tmp_path: Path):
 @pytest.mark.product
 @pytest.mark.parametrize("model_type", [*(name for name in PACKED if name != "deepseek_v3"), "whisper"])
 def test_layers_of_every_kind_have_shares(model_type: str):
-    """Windows, layers beside an SSM, those that others read, and positions that are learned."""
+    """Models with windows, an SSM, shared keys and values, and learned positions."""
     model = patch(tiny(model_type), **METHOD, sliding="packed")
     cache = model(random_ids(1, 70)).past_key_values
     assert cache.packed and all(x.any() for x in held(cache))
@@ -129,7 +129,7 @@ def test_the_codes_are_those_of_the_shares():
 
 def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
     """And an earlier patch stays."""
-    with pytest.raises(RecipeError, match="make up for one another"):
+    with pytest.raises(RecipeError, match="compensation between"):
         patch(tiny("deepseek_v3"), **METHOD)
     bare = patch(model_of(), **METHOD)
     with pytest.raises(UnsupportedError, match="made without a model"):
@@ -139,6 +139,6 @@ def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
         QAttnCache.for_model(patched, **METHOD)
     before = patched(random_ids(1, 70)).logits
     monkeypatch.setattr(compensation, "second_moments", lambda *args: {})
-    with pytest.raises(UnsupportedError, match="layer 0 gets no queries"):
+    with pytest.raises(UnsupportedError, match="layer 0 receives no queries"):
         patch(patched, **METHOD)
     assert patched._qattn.recipe.method == "turbo" and torch.equal(patched(random_ids(1, 70)).logits, before)

@@ -39,7 +39,7 @@ def config(**settings: Any) -> GenerationConfig:
 
 
 def batched(model: PreTrainedModel, prompts: list[list[int]], blocks: int = 64, **settings: Any) -> list[list[int]]:
-    """Answers of `generate_batch` over a pool of so many blocks of 64 tokens."""
+    """Return the answers of `generate_batch` over a pool of `blocks` blocks of 64 tokens."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     given = {"num_blocks": blocks, "page_size": 64, "max_batch_tokens": 512, **settings.pop("batching", {})}
@@ -49,7 +49,7 @@ def batched(model: PreTrainedModel, prompts: list[list[int]], blocks: int = 64, 
 
 
 def alone(model: PreTrainedModel, prompt: list[int], first: int = 0, **settings: Any) -> list[int]:
-    """The answer of `generate`; of a prompt whose `first` tokens are a call of their own."""
+    """Return the answer of `generate`. The first `first` tokens of the prompt are a separate call."""
     ids = torch.tensor([prompt], device=model.device)
     cache = QAttnCache.for_model(model)
     if first:
@@ -132,6 +132,36 @@ def test_a_pool_that_is_too_small_for_all_reads_some_again():
     assert [len(answer) for answer in answers] == [NEW] * len(prompts)
 
 
+def test_the_report_counts_clamped_scales_of_a_pool_that_is_gone():
+    model, prompts = tiny_llama(num_hidden_layers=1, head_dim=64, initializer_range=0.15), prompts_of(130, 200)
+    attention = model.model.layers[0].self_attn
+    assert attention.v_proj.weight.data.mul_(1e7).isfinite().all()
+    batched(patch(model, "turboquant:v_format=q4"), prompts)
+    pages = report(model).to_dict()["continuous_batching"]
+    assert pages["clamped_scales"] > 0
+    assert f"{pages['clamped_scales']} scales at the end of fp16" in " ".join(str(report(model)).split())
+    attention.v_proj.weight.data.div_(1e7)
+    batched(patch(model, "turboquant:v_format=q4"), prompts)
+    assert report(model).to_dict()["continuous_batching"]["clamped_scales"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "new", "unread"),
+    [
+        ("kivi:residual_length=0", 130, 1, True),
+        ("kivi:residual_length=0", 130, 3, False),
+        ("kivi:residual_length=128", 130, 3, True),  # no block is closed
+        ("int8", 130, 1, False),
+        ("none", 130, 3, None),
+    ],
+)
+def test_the_report_says_whether_requests_read_codes(method: str, tokens: int, new: int, unread: bool | None):
+    model = patch(tiny_llama(), method)
+    batched(model, prompts_of(tokens), max_new_tokens=new)
+    assert report(model).to_dict()["continuous_batching"]["unread"] is unread
+    assert ("no token has read a code" in " ".join(str(report(model)).split())) == bool(unread)
+
+
 def test_requests_wait_for_a_row():
     model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130, 64)
     got = batched(model, prompts, batching={"max_requests_per_batch": 2})
@@ -211,7 +241,7 @@ def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
 @pytest.mark.product
 @pytest.mark.parametrize("method", ["turbo", f"sinkq:{ALL}"])
 def test_a_prefix_is_kept_where_prompts_part(method: str):
-    """The second request reads it as a call of its own; from the third on it is shared."""
+    """The second request reads the prefix in a separate call. From the third request on it is shared."""
     model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 133, 140, 150, 160)
     prompts = sorted((prefix + end for end in ends), reverse=True)
     want = [alone(model, prompts[0])] + [alone(model, prompt, first=256) for prompt in prompts[1:]]

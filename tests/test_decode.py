@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 from qattn_hf import CapacityError, QAttnCache, patch, release, report, unpatch
 from qattn_hf.cache import pool
 from qattn_hf.generate.cuda_graph import graph
+from qattn_hf.generate.patched import Runner
 from qattn_hf.model._compat import CACHE
 
 
@@ -27,7 +28,7 @@ def model(fake: FakeGraphs) -> LlamaForCausalLM:
 
 
 def eager(model: LlamaForCausalLM, ids: torch.Tensor = IDS, **kwargs: Any) -> Any:
-    """What the same model generates without graphs; a model of its own."""
+    """Return the tokens of a new copy of the model without graphs."""
     split_int8 = patch(unpatch(copy.deepcopy(model)), model._qattn.recipe.method, decode="eager")
     return split_int8.generate(ids, **{**GREEDY, **kwargs})
 
@@ -100,7 +101,7 @@ def test_the_next_call_replays_at_once(fake, model):
     try:
         first, where = model.generate(IDS, **GREEDY), addresses(model._qattn.last.cache)
         assert (fake.captured, fake.replayed) == (1, 10)
-        other = random_ids(2, 75, seed=5)  # as many blocks
+        other = random_ids(2, 75, seed=5)  # the same number of blocks
         second = model.generate(other, **GREEDY)
     finally:
         gc.enable()
@@ -218,7 +219,7 @@ def test_moved_tensors_end_a_captured_step(fake, model, move):
         cache.batch_select_indices(torch.tensor([0]))
     out = steps(4)
     assert (fake.captured, fake.replayed) == (2, 6)
-    model._qattn.decode = "eager"
+    model._qattn.runner = Runner("eager")
     want = decode_steps(model, QAttnCache.for_model(model))(8)
     assert torch.equal(out.logits.argmax(-1), want.logits.argmax(-1)) and int(cache.get_seq_length()) == 108
 
@@ -237,7 +238,7 @@ def test_a_changed_model_is_captured_anew(fake, change):
     first = model.generate(IDS, **GREEDY)
     CHANGES[change](model)
     second = model.generate(IDS, **GREEDY)
-    model._qattn.decode = "eager"
+    model._qattn.runner = Runner("eager")
     assert torch.equal(second, model.generate(IDS, **GREEDY)) and not torch.equal(first, second)
     assert fake.captured == 2
 

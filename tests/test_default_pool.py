@@ -1,4 +1,4 @@
-"""The pool of sinks that `turbo` has by default: where it is, where it is left out and said to be, and old records."""
+"""The sink pool that `turbo` has by default: where it is used, where it is left out with a reason, and old records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def test_recipes_are_what_their_names_say():
 
 @pytest.mark.parametrize("settings", [{"smooth_k": True}, {"buffer_size": 128}], ids=str)
 def test_the_default_is_left_out_where_no_kernel_knows_it(settings: dict[str, Any]):
-    """A setting that had kernels has them still; who asks for a pool beside it gets one, by the reference."""
+    """Settings with kernels keep their kernels.
+
+    A pool that the user requests with such a setting is computed by the reference.
+    """
     kind = get_method("turbo")
     plain, asked = kind(**settings), kind(**settings, sink_num=3)
     assert plain.last_layer_spec(2).sink_pool == SinkPool() and asked.last_layer_spec(2).sink_pool == POOL
@@ -63,7 +66,7 @@ def test_windows_are_packed_without_the_default_and_say_so():
     window, full = report(model).to_dict()["layers"][:2]
     assert "window" in window["no_sinks"] and not window["sinks"]
     assert full["no_sinks"] is None and full["sinks"] >= 3 * 2  # of each head, and what left
-    assert "sinks: none (a sliding window leaves its sinks behind)" in " ".join(str(report(model)).split())
+    assert "sinks: none (a sliding window drops its sinks)" in " ".join(str(report(model)).split())
 
 
 def test_latent_attention_goes_without_the_default_and_says_so():
@@ -81,7 +84,7 @@ def test_windows_of_fewer_than_4_bits_are_warned_of(bits: Any, warns: bool):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         patch(small_types.tiny("gemma2"), "turbo", family=False, bits=bits, sliding="packed", crop_horizon=32)
-    assert [str(one.message) for one in found if "sliding='lossless'" in str(one.message)] != [] or not warns
+    assert [str(one.message) for one in found if "sliding='exact'" in str(one.message)] != [] or not warns
     assert warns or not any("fewer than" in str(one.message) for one in found)
 
 

@@ -47,12 +47,12 @@ DEFAULTS: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float16": lambda: default_dtype(torch.float16),
     "float64": lambda: default_dtype(torch.float64),
-    "meta": lambda: torch.device("meta"),  # a tensor without a device of its own cannot be computed with
+    "meta": lambda: torch.device("meta"),  # a tensor without an explicit device cannot be computed with
 }
 
 
 def conversation(layer: QAttnLayer) -> torch.Tensor:
-    """A prompt, steps, a short call, a crop, a larger ring, other rows, a call that closes a block."""
+    """Run a prompt, steps, a short call, a crop, a larger ring, reordered rows, and a call that closes a block."""
     q, k, v = QKV
 
     def read(start: int, *tokens: int) -> torch.Tensor:

@@ -166,7 +166,7 @@ def test_the_hybrid_is_trained_with_the_attention_of_gpt_oss(examples):
 
 
 def test_the_biased_model_is_trained_as_qwen2(examples):
-    """Biases are large in few channels of each KV head; the loss is that of the model that is saved."""
+    """Biases are large in few channels of each KV head. The loss is that of the saved model."""
     script = examples("train_biased_model")
     torch.manual_seed(0)
     config = script.make_config()

@@ -113,7 +113,7 @@ def test_a_saved_prefix_goes_on_with_its_scales(tmp_path: Path):
 
 def test_settings_and_caches_that_cannot_be_are_refused():
     for method, needed in (("kivi", "rotate_k='hadamard'"), ("nf4", "rotate='hadamard'"), ("turboquant", "k_format")):
-        with pytest.raises(RecipeError, match=f"equalize_k is of keys that are rotated: set .*{needed}"):
+        with pytest.raises(RecipeError, match=f"equalize_k needs rotated keys: set .*{needed}"):
             patch(tiny_llama(), method, equalize_k=True)
     with pytest.raises(RecipeError, match="latent attention"):
         patch(tiny("deepseek_v3"), "kivi", **SETTINGS)

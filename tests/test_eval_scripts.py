@@ -312,8 +312,10 @@ def test_gpu_tests_are_chosen_by_their_mark(tmp_path, monkeypatch, capfd):
 
 
 def test_every_mixed_recipe_is_shown_beside_its_parents():
-    """A recipe that is no method's defaults is worth shipping for what it changes; `sage1` is an older version,
-    `turbo_paper` what others are compared with."""
+    """A recipe that differs from a method's defaults must be worth its changes.
+
+    Exceptions: `sage1` is an older version, and `turbo_paper` is a baseline.
+    """
     mixed = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - set(list_methods()) - {"sage1", "turbo_paper"}
     assert mixed == set(recipes.PARENTS)
     assert list(recipes.pairs(["a:b=1/c"])) == [("a:b=1", "c")]

@@ -41,7 +41,7 @@ def llama() -> torch.nn.Module:
 def test_an_export_names_the_way_out(export: Callable, settings: dict[str, Any], strict: bool):
     model = llama()
     patch(model, **{"method": "none", **settings})
-    # a strict export reports what it could not trace by an error of its own, in which our words stand
+    # a strict export raises another error, which contains our message
     kind = torch._dynamo.exc.Unsupported if strict else UnsupportedError
     with pytest.raises(kind, match=SAID):
         export(model, strict)

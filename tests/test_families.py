@@ -1,4 +1,5 @@
-"""Recipes of families: found by type, beaten by what the user gives, shown, and honest about what they are."""
+"""Recipes of families: chosen by model type, overridden by the user, reported, and clear about whether they were
+measured."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-# what the config of a type needs beside `SIZES` to be as small
+# config values that a small model of a type needs in addition to `SIZES`
 SMALL: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
@@ -134,7 +135,7 @@ def test_a_family_is_found_by_type_and_method_and_shown():
 def test_an_advice_is_shown_where_the_defaults_stand():
     model = patch(tiny("qwen2"), "turbo")
     assert report(model).to_dict()["recipe"] == find_recipe("turbo", None, {}).settings.model_dump()
-    assert "the model's family: Keys of 8 bits with their mean subtracted" in str(report(model))
+    assert "the model's family: Use 8-bit keys with their mean subtracted" in str(report(model))
     assert "the model's family" not in str(report(patch(tiny("llama"), "turbo")))
 
 
@@ -278,13 +279,13 @@ def test_commands_tell_what_a_family_changes(capsys: pytest.CaptureFixture):
     assert capsys.readouterr().err == ""
 
 
-# What they are for. Biases stand in channels of 64 that RoPE turns by less than a hundredth in 256 tokens, or never.
+# Their purpose. Biases are in channels of 64 that RoPE turns by less than a hundredth in 256 tokens, or never.
 
 CHANNELS = {"qwen2": [28, 30, 60, 63], "glm": [40, 50, 60, 63]}
 
 
 def biased(model_type: str, bias: float) -> PreTrainedModel:
-    """Keys have one large bias in a few channels, as those of Qwen2.5."""
+    """Make a model with one large key bias in a few channels, as in Qwen2.5."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1}
     theta = {"rope_theta": 1e6} if model_type == "qwen2" else {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     rope = {"rope_type": "default", **theta}
@@ -296,7 +297,8 @@ def biased(model_type: str, bias: float) -> PreTrainedModel:
 
 
 def kl(bias: float, method: str, model_type: str = "qwen2", **settings: Any) -> float:
-    """Nats a token of the last 32, read in one call behind the packed others, to the model in full precision."""
+    """Return the KL to full precision, in nats per token, of the last 32 tokens, read in one call after the packed
+    ones."""
     found = []
     for packed in (False, True):
         model = biased(model_type, bias)

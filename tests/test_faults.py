@@ -1,7 +1,7 @@
-"""Calls that fail: the cache is as it was before, and the next call gives what it gives without the failure.
+"""Calls that fail leave the cache unchanged, and the next call gives the same result as without the failure.
 
-`QATTN_FAULTS=every` fails at each allocation and at each of the first launches, which takes half an hour; without it,
-at some of them.
+`QATTN_FAULTS=every` fails at each allocation and at each of the first launches, which takes half an hour. Without it,
+some of these places fail.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def fed(model: Any, cuts: list[int]) -> QAttnCache:
 def fails_everywhere(
     model: Any, call: str, error: type[BaseException], first: int, step: int, later: tuple[int, ...] = (1, 40)
 ) -> None:
-    """The call fails at its allocation `first` and at each `step`th behind it, over one cache, until none is left.
-    Calls of `later` tokens behind it are those of a cache without a fault."""
+    """Fail the call at allocation `first` and at every `step`-th later one, over one cache, until no allocation is
+    left. Calls of `later` tokens then equal those of a cache without a fault."""
     cuts, tokens = {**CALLS, **WINDOWED}[call]
     start, at, out = sum(cuts), first, None
     cache, twin = fed(model, cuts), fed(model, cuts)

@@ -1,7 +1,7 @@
-"""Edits of a cache that fail: the same edit again, or a step, gives what it gives without the failure, or is refused.
+"""Edits of a cache that fail: repeating the edit, or a step, gives the result without the failure, or is refused.
 
 The first tier fails at some places. `test_at_every_place` fails at each allocation, and at each line that an edit runs,
-the first and the last time; with `QATTN_FAULTS=every` for each kind of cache, which takes half an hour.
+the first and the last time. With `QATTN_FAULTS=every` it does so for each kind of cache, which takes half an hour.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 MEMORY = 150_000  # bytes: so few that the first block of each row has fewer bits
 IDS, ROWS = random_ids(2, 150), torch.tensor([1, 1])
-# the edits of layers and caches, and what of the reference edits state tensors
+# edits of layers and caches, and functions of the reference that edit state tensors
 HOST = (
     "cache/cache", "cache/interrupted", "layer/layer", "layer/arena_holder", "layer/changes", "layer/rollback",
     "layer/snapshot", "layer/model_layer", "layer/hybrid_layer", "layer/window_layer", "layer/budget_layer",
@@ -76,7 +76,7 @@ def mistral(**settings: Any) -> Any:
 
 
 def of_type(name: str) -> Any:
-    return patch(tiny(name), "turbo", sliding="model", family=False)
+    return patch(tiny(name), "turbo", sliding="exact", family=False)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -102,7 +102,7 @@ class Played:
         self.model, self.edit, self.folder = model, EDITS[edit], folder
         self.cache = QAttnCache.for_model(model)
         if VERSION >= (5, 23):  # before, a window that records its past has masks of another width
-            self.cache.activate_past_recording()  # so that windows of the model's own can be cropped
+            self.cache.activate_past_recording()  # so that unpacked windows can be cropped
         model(IDS, past_key_values=self.cache)
         model(IDS[:, :1], past_key_values=self.cache)
         if edit == "load":
@@ -138,7 +138,7 @@ class Played:
         except BaseException as error:
             if failing.count < at:
                 raise
-            raised = error  # torch and safetensors turn some into errors of their own
+            raised = error  # torch and safetensors turn some into other errors
         else:
             assert failing.count < at  # the first time more is worked out than later
             return
@@ -179,7 +179,7 @@ def play(kind: str, edit: str, fault: str, folder: Path, most: int | None = None
 def test_an_edit_that_fails_is_taken_back_or_refused(edit: str, fault: str, tmp_path: Path):
     outcomes = play("turbo", edit, fault, tmp_path, 6)
     assert outcomes["faults"] or (fault == "memory" and edit in ("reset", "crop all"))  # which allocate nothing
-    if edit not in ("crop all", "reorder", "reset"):  # of which nothing is kept
+    if edit not in ("crop all", "reorder", "reset"):  # these keep nothing
         assert not outcomes["refused"]
 
 

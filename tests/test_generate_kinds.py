@@ -1,6 +1,6 @@
-"""What `generate` can do beyond greedy answers, through packed caches: drafts, scores, stop strings, chats.
+"""Features of `generate` beyond greedy answers, through packed caches: drafts, scores, stop strings, chats.
 
-`none` packs nothing, so its answers are those of the stock cache; others are compared with themselves, called plainly.
+`none` packs nothing, so its answers equal the stock cache's. Other methods are compared with their own plain calls.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_draft_with_another_tokenizer():
     assert torch.equal(got, want)
 
 
-# Beams that transformers moved to repositories of their own
+# Beams that transformers moved to other repositories
 
 
 @pytest.mark.parametrize(

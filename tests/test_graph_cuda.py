@@ -214,7 +214,7 @@ def test_a_model_that_waits(hidden: bool):
 
 
 def test_experts(captures: list[float]):
-    """Captured where transformers routes them on the device; the tokens are those of eager in any case."""
+    """Experts are captured if transformers routes them on the device. The tokens equal eager ones in any case."""
     sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     experts = dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
     torch.manual_seed(0)

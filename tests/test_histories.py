@@ -1,9 +1,9 @@
-"""Random conversations with a cache, played against a plain model of what it stores.
+"""Random conversations with a cache, compared with a simple model of its content.
 
-The plain model is the list of each row's tokens, and a fresh cache that reads them in one call. Whatever happened to a
-cache before, its next step must be that of the fresh one, bit for bit. Keys and values are given by hand, since those
-of a model depend on how its calls were cut. `QATTN_HISTORIES=2000` plays that many examples of each method; without it,
-methods whose rows keep the same kinds of things as another's are played less.
+The simple model is the list of each row's tokens, and a fresh cache that reads them in one call. Whatever happened to a
+cache, its next step must equal that of the fresh one bit for bit. Keys and values are made, because a model's would
+depend on how its calls were split. `QATTN_HISTORIES=2000` plays that number of examples of each method. Without it,
+methods whose rows store the same kinds of data as another method's are played less.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def test_a_cache_is_what_its_rows_are(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sliding", ["packed", "model"])
+@pytest.mark.parametrize("sliding", ["packed", "exact"])
 @pytest.mark.parametrize("case", [("turbo", {}), ("kivi", {"bits": 2})], ids=case_id)
 def test_windows_beside_full_attention(case, sliding, tmp_path):
     sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)

@@ -30,8 +30,11 @@ def lora(**changes: Any) -> Any:
 
 
 class Adapted:
-    """A patched model with adapters `one`, which is on, and `two`: wrapped by peft, or injected as transformers'
-    `load_adapter` and `add_adapter` do it, which a newer peft than this one is needed for."""
+    """A patched model with the adapters `one`, which is active, and `two`.
+
+    They are wrapped by peft, or injected like transformers' `load_adapter` and `add_adapter`, which need a newer peft
+    than the installed one.
+    """
 
     def __init__(self, wrapped: bool):
         import peft
@@ -219,9 +222,7 @@ def test_a_rope_scaling_that_is_set_later_is_noticed(change: Callable[[PreTraine
     cache = model(PREFIX).past_key_values
     cache.save(tmp_path / "x")
     change(model)
-    with pytest.raises(
-        UnsupportedError, match=r"another model.*frequencies rotary_emb\.inv_freq of the RoPE are others"
-    ):
+    with pytest.raises(UnsupportedError, match=r"another model.*RoPE frequencies rotary_emb\.inv_freq differ"):
         QAttnCache.load(tmp_path / "x", model=model)
     with pytest.raises(UnsupportedError, match=r"frequencies rotary_emb\.inv_freq"):
         model(QUESTION, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""`qattn inspect`: what it says of queries, keys, values, sinks and bits, against plain formulas over the same text."""
+"""`qattn inspect` compared with plain formulas over the same text: queries, keys, values, sinks and bits."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_head_has_a_plot_at_most_eight_a_row_with_labels():
 
 @pytest.mark.parametrize("picture", [heads, value_gaps])
 def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
-    """Numbers of layers, of heads and of their bits stand apart, as they are drawn."""
+    """Labels of layers, of heads and of bits do not overlap in the drawing."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -121,7 +121,7 @@ def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
     FigureCanvasAgg(figure).draw()
     for axes in figure.axes[: 2 if picture is heads else 4]:
         texts = [axes.get_xticklabels(), axes.get_yticklabels(), list(axes.texts)]
-        for labels in texts[:: 1 if picture is heads else 2]:  # of gaps the second axis has numbers of its own
+        for labels in texts[:: 1 if picture is heads else 2]:  # the second axis of gaps has separate numbers
             boxes = [label.get_window_extent() for label in labels]
             assert sum(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]) == 0
 

@@ -29,7 +29,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 66, "do_sample": False}
 IDS = torch.randint(3, 90, (2, 80), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS)
 MASK[1, :11] = 0
-# prompts and steps; a prompt of which a window keeps the end, steps past a window's capacity, a prompt behind them
+# prompts and steps; a prompt longer than a window, steps past a window's capacity, a later prompt
 CALLS = (150, 1, 40, 3, 1, 300, 32, 100, 1)
 # what depends on queries is that of the last reader: sparse V's counters, and sinks that are chosen by attention
 OF_QUERIES = ("v_read", "v_skipped", "v_queries", "v_dropped", "v_worst")
@@ -57,7 +57,7 @@ def called(layer: QAttnLayer, qkv: Any, part: slice, padding: int, readers: int)
 def check_readers(
     layer: QAttnLayer, alone: QAttnLayer, others: list[QAttnLayer], qkv: Any, calls: tuple[int, ...] = CALLS
 ) -> None:
-    """Readers of `layer` attend as layers with a cache of their own, `others`, and leave what it alone would hold."""
+    """Check that readers of `layer` attend as `others` do, layers with separate caches, and store nothing."""
     layer.shared, start = True, 0
     for tokens in calls:
         part, padding = slice(start, start + tokens), 13 if start == 0 and len(calls) > 2 else 0
@@ -90,10 +90,10 @@ def test_readers_of_a_window(case: Case):
     check_readers(layer, alone, others, random_qkv(2, sum(CALLS)))
 
 
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 @pytest.mark.parametrize("family", TYPES)
 def test_they_hold_nothing_and_give_the_stock_tokens(family: str, sliding: str):
-    """Also in a prompt, of which they may compute the last token alone."""
+    """The prompt may compute only the last token of these layers."""
     stock, model = model_of(family), patched(family, sliding=sliding)
     want = stock.generate(IDS, attention_mask=MASK, **GREEDY)
     out = model.generate(IDS, attention_mask=MASK, return_dict_in_generate=True, **GREEDY)
@@ -103,11 +103,11 @@ def test_they_hold_nothing_and_give_the_stock_tokens(family: str, sliding: str):
     rows = report(model).to_dict()["layers"]
     assert [row["own"] for row in rows[4:]] == ["keys and values of layer 2", "keys and values of layer 3"]
     text = str(report(model))
-    assert "keys and values of layer 3" in text and ("layers are not packed" in text) == (sliding == "model")
+    assert "keys and values of layer 3" in text and ("layers are not packed" in text) == (sliding == "exact")
     assert torch.equal(unpatch(model).generate(IDS, attention_mask=MASK, **GREEDY), want)
 
 
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 def test_check_counts_what_is_packed_once(sliding: str):
     model = model_of("gemma4_text").to(torch.bfloat16)
     model.config.dtype = model.dtype
@@ -118,7 +118,7 @@ def test_check_counts_what_is_packed_once(sliding: str):
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 def test_a_reader_that_fails_leaves_the_call_before(sliding: str, tokens: int):
     model = patched("gemma3n_text", "turbo", sliding=sliding)
     cache = model(IDS).past_key_values
@@ -132,12 +132,12 @@ def test_a_reader_that_fails_leaves_the_call_before(sliding: str, tokens: int):
 
 
 def test_captured_steps(fake):
-    """With windows packed no layer keeps what is the model's own, so that steps are captured."""
+    """With packed windows every layer is packed, so steps are captured."""
     model = as_on_a_gpu(model_of("gemma3n_text"))
     how = {"impl": "reference", "family": False, "sliding": "packed"}
     want = patch(model, "turbo", decode="eager", **how).generate(IDS, attention_mask=MASK, **GREEDY)
     patch(model, "turbo", **how)
-    for _ in range(2):  # the second cache takes the first one's memory, with its steps
+    for _ in range(2):  # the second cache takes the memory and the steps of the first
         assert torch.equal(model.generate(IDS, attention_mask=MASK, **GREEDY), want)
         assert path(model) == ("graph", None)
     assert fake.captured == 1 and fake.replayed > GREEDY["max_new_tokens"]
@@ -179,7 +179,7 @@ def test_settings_for_layers_that_only_read_are_refused():
 
 
 def test_keys_that_a_layer_reads_twice_are_refused():
-    """As of a layer of which nobody knows that it shares them."""
+    """A layer whose sharing is unknown reads the keys of another layer."""
     model = patched("gemma4_text", "turbo")
     cache = QAttnCache.for_model(model)
     cache.layers[5].spec = cache.layers[4].spec  # which reads those of layer 2

@@ -24,7 +24,7 @@ WRONG = {
 
 
 class Arrived:
-    """An event of a device that has come `after` so many questions."""
+    """A device event that has completed after `after` queries."""
 
     def __init__(self, after: int):
         self.left = after

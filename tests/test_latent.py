@@ -70,8 +70,9 @@ def test_rows_of_a_padded_batch_are_as_alone(model, method):
 
 @pytest.mark.parametrize(("method", "levels"), [("int8", 127), ("fp8", 16), ("turbo", 8), ("kivi", 7)])
 def test_what_a_method_stores_moves_attention_by_its_step(method, levels):
-    """Codes with steps of `maximum / levels` are off by half a step at most. So are attended values, which are averages
-    of latents; weights, moved by the scores' error in latent and RoPE part, may each add as much again."""
+    """Codes with steps of `maximum / levels` are off by half a step at most, and so are attended values, which average
+    latents. Errors of the scores in the latent and the RoPE part move the weights, and each part may add the same error
+    again."""
     layer = QAttnCache.for_model(patched(tiny(), method)).layers[0]
     g = torch.Generator().manual_seed(0)
     rope, latent = (torch.randn(1, 1, 140, n, generator=g) for n in (ROPE, RANK))
@@ -146,7 +147,7 @@ def test_copies_of_a_patched_model(how):
     [
         ("turboquant", {}, "a rotation"),
         ("sage2", {}, "smoothing"),
-        ("int_flash", {}, "products in integers"),
+        ("int_flash", {}, "integer or FP8 products"),
         ("int8", {"smooth_k": True}, "smoothing"),
         ("turbo", {"impl": "triton", "sparse_v_tau": 1e-3}, "sparse V"),
         ("sinkq", {"sink_skip_layers": 0}, "a sink pool"),

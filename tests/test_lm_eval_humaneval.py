@@ -1,7 +1,7 @@
-"""HumanEval runs what a model writes: with consent only, and a model that answers from the data passes.
+"""HumanEval runs a model's code only with consent, and a model that answers from the data passes.
 
-Its metric, `code_eval`, comes from the hub. One that does the same stands in for it here, where evaluate looks first:
-in the working directory.
+Its metric, `code_eval`, comes from the hub. A copy with the same behaviour is in the working directory, where evaluate
+looks first.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def data(request, tmp_path_factory) -> Path:
 
 def real() -> Path:
     if not REAL.is_dir():
-        pytest.skip(f"no data sets at {REAL.parent.name}/{REAL.name} beside the repository")
+        pytest.skip(f"no data sets at {REAL.parent.name}/{REAL.name} next to the repository")
     return REAL
 
 
@@ -128,7 +128,7 @@ def manager(data) -> Iterator[TaskManager]:
 
 
 def task_manager(folders: list[str]) -> TaskManager:
-    """lm-eval's tasks that ours build on, without the 14,000 others, which take seconds to find."""
+    """Load only lm-eval's tasks that ours extend. Finding the other 14,000 takes seconds."""
     wanted = [*(STOCK_TASKS / name for name in STOCK), *folders]
     return TaskManager(include_path=wanted, include_defaults=False, metadata={"pretrained": str(demo_model_dir())})
 
@@ -196,7 +196,7 @@ def test_perplexity_of_wikitext_is_that_of_what_the_cache_kept(tmp_path):
 def test_rows_run_end_to_end_through_lm_evals_own_tasks(manager, data, path):
     """And a packed cache; a score near zero is fine."""
     if not path.is_dir():
-        pytest.skip(f"no model {path.name} beside the repository")
+        pytest.skip(f"no model {path.name} next to the repository")
     if data != REAL and path != demo_model_dir():
         pytest.skip("made rows are read by one model, the real ones by both")
     lm = QAttnLM(str(path), method="turbo", k_bits=4, v_bits=2, device="cpu", batch_size=2, max_length=1500)

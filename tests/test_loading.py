@@ -7,7 +7,7 @@ import pytest
 from qattn_hf.cli import main
 
 COMMANDS = {
-    "check": [],
+    "doctor": [],
     "generate": ["--prompt", "hi"],
     "plan": ["--gpu-memory", "24GiB"],
     "cache report": [],
@@ -34,12 +34,12 @@ def test_a_folder_of_gguf_is_told_how_to_be_converted(command, capsys, tmp_path)
 
 
 def test_a_folder_without_a_config_is_named(capsys, tmp_path):
-    error = said_of(capsys, "check", str(tmp_path))
+    error = said_of(capsys, "doctor", str(tmp_path))
     assert str(tmp_path) in error and "no config.json" in error and "save_pretrained" in error
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_a_checkpoint_of_the_records_is_told_how_to_be_had(capsys, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    error = said_of(capsys, "check", name)
+    error = said_of(capsys, "doctor", name)
     assert f"python eval/checkpoints.py fetch {name}" in error

@@ -1,4 +1,4 @@
-"""Long prompts of `generate` in chunks: which are cut, into what, and that nothing else changes."""
+"""Long prompts of `generate` in chunks: which prompts are split, the chunks, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_stays_one_call(why):
 def test_layers_that_are_not_packed_take_the_prompt_whole():
     """Layers that read what others have packed do not matter."""
     shares = {"num_hidden_layers": 6, **SHARED_KEYS}
-    cases = ({}, "packed", CHUNK), ({}, "unquantized", CHUNK), ({}, "model", None), (shares, "packed", CHUNK)
+    cases = ({}, "packed", CHUNK), ({}, "exact", None), (shares, "packed", CHUNK)
     for changes, sliding, chunk in cases:
         model = patch(tiny("gemma4_text", **changes), "turbo", sliding=sliding)
         cache, config = QAttnCache.for_model(model), model.generation_config

@@ -1,4 +1,5 @@
-"""A cache that keeps to a number of bytes: what it holds is what the same tokens have in as many bits, and no more."""
+"""A cache with a memory limit: it never exceeds the limit, and its content equals the same tokens packed at the same
+bits."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from transformers import CompileConfig
 
 from qattn_hf import CapacityError, QAttnCache, RecipeError, UnsupportedError, patch, report
 from qattn_hf.generate.cuda_graph import graph
+from qattn_hf.generate.patched import Runner
 from qattn_hf.layer import changes
 from qattn_hf.layer.budget_layer import BudgetLayer
 from qattn_hf.layer.layer import QAttnLayer
@@ -64,7 +66,7 @@ def test_values_get_fewer_bits_first_one_side_at_a_time():
 
 @pytest.mark.parametrize("pieces", PIECES, ids=str)
 def test_4_bits_made_of_8_are_those_made_at_once(pieces):
-    """FlashQ's stages are nested: every tensor is bit for bit that of `turbo` in 4 bits, a masked token included."""
+    """FlashQ's stages are nested: every tensor equals that of `turbo` with 4 bits, including masked tokens."""
     qkv = random_qkv(2, 300)
     qkv[1][0, 0, 70] = torch.nan
     late = BudgetLayer(spec_of(bits=4, **pieces), 512)
@@ -80,7 +82,10 @@ def test_4_bits_made_of_8_are_those_made_at_once(pieces):
 
 @pytest.mark.parametrize("pieces", PIECES, ids=str)
 def test_blocks_keep_their_codes_or_get_those_of_the_next_stage(pieces):
-    """Stage by stage: of the first 2 of 4 blocks one side is recoded, within half a step; all else stays as it is."""
+    """At each stage, one side of the first 2 of 4 blocks is recoded, within half a step.
+
+    Everything else is unchanged.
+    """
     layer = BudgetLayer(spec_of(**pieces), 512)
     feed(layer, *random_qkv(2, 300), [300])
     spec, last = layer.spec, len(stages(layer.spec)) - 1
@@ -111,7 +116,7 @@ def test_an_arrangement_fits_and_has_no_more_aged_blocks_than_it_takes(memory, n
 
     last = all_stages(spec)[-1]
     if takes(last, need) > memory:
-        refused(lambda: arranged(spec, geometry, need, max(need, wish)), CapacityError, "more memory")
+        refused(lambda: arranged(spec, geometry, need, max(need, wish)), CapacityError, "Raise memory=")
         return
     found, blocks = arranged(spec, geometry, need, max(need, wish))
     assert takes(found, blocks) <= memory and blocks >= need
@@ -125,13 +130,15 @@ def test_an_arrangement_fits_and_has_no_more_aged_blocks_than_it_takes(memory, n
 
 
 def test_a_layer_never_takes_more_than_its_memory_and_ends_in_the_fewest_bits():
-    """Fed until it is full: 2 rows of 2 heads of 32 channels. Outputs are those of a layer in 8 bits while there is
-    room; at every length the bits are as many as fit."""
+    """A layer with 2 rows and 2 heads of 32 channels is filled.
+
+    Its outputs equal an 8-bit layer's while there is room, and its bits are always the most that fit.
+    """
     spec = spec_of(150_000)
     layer, plenty = BudgetLayer(spec), BudgetLayer(spec_of())
     q, k, v = random_qkv(2, 4096)
     seen, tokens = [], 0
-    with pytest.raises(CapacityError, match="more memory"):
+    with pytest.raises(CapacityError, match="Raise memory="):
         while tokens < 4096:
             one = [x[:, :, tokens : tokens + 32] for x in (q, k, v)]
             out = feed(layer, *one, [32])
@@ -197,7 +204,7 @@ def test_copies_pickles_and_more_rows():
     layer.batch_repeat_interleave(2)
     assert layer.batch == 2 and bytes_of(layer) <= 120_000
     assert torch.equal(*layer.state["length"])
-    refused(lambda: layer.batch_repeat_interleave(64), CapacityError, "more memory")
+    refused(lambda: layer.batch_repeat_interleave(64), CapacityError, "Raise memory=")
     assert layer.batch == 2
 
 
@@ -213,9 +220,11 @@ STEPS = st.lists(
 @given(steps=STEPS, seed=st.integers(0, 99), room=st.integers(60_000, 140_000))
 @settings(max_examples=20, deadline=None)
 def test_histories_keep_to_the_memory_and_lose_no_more_than_2_bits(steps, seed, room):
-    """Calls, crops near and far, reordered and repeated rows, whatever bits blocks have meanwhile: lengths are those of
-    other layers, bytes never more than the room, and all outputs together no farther from full precision's than those
-    of fixed 2 bits, but for what a second rounding may add."""
+    """Calls, near and far crops, reordered and repeated rows, at any bits of the blocks.
+
+    Lengths equal other layers', bytes never exceed the limit, and the total error of outputs is at most that of fixed 2
+    bits, plus that of a second rounding.
+    """
     pieces = {"rotate_k": "hadamard", "v_scale": "token"}
     budget, fixed = BudgetLayer(spec_of(room, **pieces)), make_layer(("turbo", {"bits": 2, **pieces}), None)
     layers, errors = (budget, fixed, make_layer(("none", {}), None)), [0.0, 0.0]
@@ -280,7 +289,7 @@ def test_bits_are_counted_from_the_blocks_that_are_there():
 
 def test_too_little_memory_is_said_before_anything_is_written():
     model = patch(tiny_llama(), "turbo", memory=60_000)
-    refused(lambda: model.generate(IDS, **GREEDY), CapacityError, "more memory", "fewer bits")
+    refused(lambda: model.generate(IDS, **GREEDY), CapacityError, "Raise memory=", "lower bits=")
     assert model.generate(IDS[:1, :20], do_sample=False, max_new_tokens=4).shape == (1, 24)
 
 
@@ -302,8 +311,7 @@ def test_captured_steps_end_where_bits_change(monkeypatch):
     monkeypatch.setattr(graph, "record", graphs.record)
     eager = patch(tiny_llama(), "turbo", memory=152_000, bits=2, decode="eager").generate(IDS, **GREEDY)
     model = as_on_a_gpu(patch(tiny_llama(), "turbo", memory=152_000, bits=2))
-    monkeypatch.setattr(model._qattn, "decode", "graph")
-    monkeypatch.setattr(model._qattn, "decode_reason", None)
+    monkeypatch.setattr(model._qattn, "runner", Runner("graph"))
     assert torch.equal(model.generate(IDS, **GREEDY), eager)
     layers = model._qattn.last.cache.layers
     assert graphs.captured > 1 and graphs.replayed > 150
@@ -322,12 +330,12 @@ def test_compiled_steps_that_make_no_room_are_refused():
     ("wrong", "words"),
     [
         ({"memory": "a lot"}, ("size", "24GiB")),
-        ({"memory": 0}, ("no size", "12GiB")),
+        ({"memory": 0}, ("too few", "12GiB")),
         ({"memory": "1GiB", "bits": "mixed"}, ("mixed", "bits=4")),
         ({"memory": "1GiB", "sliding": "packed"}, ("windows", "leave them out")),
         ({"memory": "1GiB", "sparse_v_tau": 0.001}, ("sparse_v_tau", "leave them out")),
-        ({"memory": "1GiB", "layers": {"0": {"method": "int8"}}}, ("all turbo's", "leave memory out")),
-        ({"memory": "1GiB", "layers": {"0": {"memory": "2GiB"}}}, ("memory is of all layers alike",)),
+        ({"memory": "1GiB", "layers": {"0": {"method": "int8"}}}, ("turbo in every", "leave memory out")),
+        ({"memory": "1GiB", "layers": {"0": {"memory": "2GiB"}}}, ("memory applies to all layers",)),
     ],
     ids=str,
 )
@@ -355,4 +363,4 @@ def test_check_says_how_many_tokens_a_memory_holds():
     layer.reserve(found.held[1])
     layer.update(keys, keys)
     assert layer.capacity == found.held[1]
-    refused(lambda: layer.reserve(found.held[1] + 1), CapacityError, "more memory")
+    refused(lambda: layer.reserve(found.held[1] + 1), CapacityError, "Raise memory=")

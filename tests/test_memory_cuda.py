@@ -33,7 +33,7 @@ def test_a_decode_step_allocates_little_beyond_its_state(case: Case):
         pytest.skip(f"there are no kernels for {case_id(case)}: {reason}")
     device = torch.device("cuda")
     layer = make_layer(method(**case[1], impl="triton"), HEADS, BATCH, TOKENS + ROOM, device)
-    start = TOKENS - 2 + layer.spec.window.residual  # a block closes when as many tokens are behind its last
+    start = TOKENS - 2 + layer.spec.window.residual  # a block closes when this number of tokens follows its last
     fill(layer, start)
     q, k, v = (
         torch.randn(BATCH, heads, 1, HEADS.dim, dtype=HEADS.dtype, device=device)
@@ -51,7 +51,7 @@ def test_a_decode_step_allocates_little_beyond_its_state(case: Case):
         allocated.append(torch.cuda.max_memory_allocated() - held)
         assert out.isfinite().all()
     state = sum(tensor.nbytes for tensor in layer.state.values())
-    print(f"{state / 2**20:.0f} MiB of state, at most {max(allocated) / 2**20:.2f} MiB a step beside it")
+    print(f"{state / 2**20:.0f} MiB of state, at most {max(allocated) / 2**20:.2f} MiB more in a step")
     assert layer.spec.impl == "triton"
     assert layer.state["length"].tolist() == [start + 4] * BATCH
     if layer.spec.k.windowed or layer.spec.v.windowed:

@@ -1,4 +1,4 @@
-"""Layers that are not packed, beside packed ones: windows, chunks, linear attention, SSM and convolutions."""
+"""Unpacked layers in models with packed ones: windows, chunks, linear attention, SSM and convolutions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_report_counts_every_layer(family):
     assert data["packed_tokens"] == (2 * 34 if any(PACKED[family]) else 0)
     if not all(PACKED[family]):
         text = str(report(model))
-        assert "the model's own:" in text and "layers are not packed" in text
-    assert data["decode"] == "eager" and "keep what is the model's own" in data["decode_reason"]
+        assert "not packed:" in text and "layers are not packed" in text
+    assert data["decode"] == "eager" and "cannot be captured" in data["decode_reason"]
 
 
 @pytest.mark.parametrize("family", WINDOWED)
@@ -82,7 +82,7 @@ def test_a_refused_crop_changes_no_state_and_reset_empties_it(family):
 @pytest.mark.parametrize("tokens", [0, 1, 30])
 @pytest.mark.parametrize("family", ["gemma2", *STATES])
 def test_an_interrupted_call_has_never_been(family, tokens, error):
-    """States that are the model's own are put back as packed layers are; `tokens` came before."""
+    """Unpacked states are restored like packed layers. `tokens` were read before."""
     model = patched(tiny(family))
     cache, twin = (QAttnCache.for_model(model) for _ in range(2))
     for each in (cache, twin) if tokens else ():
@@ -128,7 +128,7 @@ def test_steps_that_cannot_be_captured_are_refused(decode):
         lambda: patched(tiny("gemma2"), decode=decode),
         UnsupportedError,
         decode,
-        "1 layers keep what is the model's own",
+        "1 unpacked layers",
     )
 
 

@@ -1,4 +1,4 @@
-"""Causal types of transformers: what `patch` says of each is what the recorded sweep says, so that a change shows."""
+"""Causal types of transformers: `patch` treats each as in the recorded sweep, so that changes are visible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ needs_recorded_version = pytest.mark.skipif(
 
 
 def said_of(model_type: str) -> tuple[str | None, int, int]:
-    """The reason of a refusal, or None; packed layers, and all that have keys or states of their own."""
+    """Return the reason of a refusal or None, the number of packed layers, and the number of layers with keys or
+    states."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small_config(model_type))
     try:

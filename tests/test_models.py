@@ -97,7 +97,7 @@ def noise(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def turns(model: PreTrainedModel, ids: torch.Tensor, first: int = PROMPT - 4) -> torch.Tensor:
-    """Logits of a prompt and of single steps behind it, which read what the prompt left in the cache."""
+    """Return the logits of a prompt and of later single steps, which read the prompt from the cache."""
     out = model(ids[:, :first], use_cache=True)
     logits = [out.logits]
     for step in range(first, ids.shape[1]):
@@ -301,7 +301,7 @@ def test_assisted_generation_equals_greedy(patched):
         if patched in who:
             patch(one, "none")
     assert torch.equal(model.generate(ids, assistant_model=small, **GREEDY), want)
-    small = copy.deepcopy(model)  # its drafts are right, so many are taken
+    small = copy.deepcopy(model)  # its drafts are right, so most are accepted
     assert torch.equal(model.generate(ids, assistant_model=small, **GREEDY), want)
 
 

@@ -33,7 +33,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
 def test_notebook_runs_from_top_to_bottom(path: Path):
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         pytest.skip(f"notebooks need {', '.join(missing)}: pip install 'qattn-hf[dev]'")
-    # a session of its own, so that whoever only runs tests needs no plugin; it shows the cell that fails
+    # a separate session, so that running tests needs no plugin; it shows the cell that fails
     options = ["--nbmake", f"--nbmake-timeout={SECONDS}", "-p", "no:cacheprovider", "-q"]
     command = [sys.executable, "-m", "pytest", *options, str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

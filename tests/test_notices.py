@@ -1,4 +1,5 @@
-"""Warnings that a patch gives once: codes that no token reads, layers without kernels, steps that are not captured."""
+"""Warnings that a patch gives once: codes that no token reads, layers without kernels, steps that cannot be
+captured."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from qattn_hf import QAttnCache, list_methods, patch, report
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.reading.texts import read_as
 from qattn_hf.recipes.recipe import find_recipes
+from qattn_kernels.chip import H200, as_chip
 from qattn_kernels.layer.support import unsupported
 
 LONG = random_ids(1, 70)
 FEW: dict[str, Any] = dict(do_sample=False, max_new_tokens=3)
-UNREAD = "no token read a code"
-# methods whose prompts attend in the model's precision; `test_the_warning_is_true` asks whether that holds
+UNREAD = "equals full precision and shows no loss"
+# methods whose prompts attend to unquantized tokens, as `test_the_warning_is_true` checks
 EXACT_PROMPTS = ["kivi", "nf4", "sinkq", "turboquant"]
 
 
@@ -31,7 +33,7 @@ def said(call: Any) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    texts = ("read a code", "reference computes", "decodes eagerly")
+    texts = ("read a code", "reference computes", "decodes eagerly", "launch configurations")
     return [w for w in caught if any(text in str(w.message) for text in texts)]
 
 
@@ -150,7 +152,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, model: LlamaForCausalLM, *args: An
 @pytest.mark.parametrize(
     ("settings", "sizes", "part"),
     [
-        ({}, {"head_dim": 72}, "head dims are 72"),
+        ({}, {"head_dim": 40}, "head dims are 40"),
         ({"block_kv": 32}, {"head_dim": 64}, "blocks have 32 tokens"),
         ({"layers": {1: {"block_kv": 32}}}, {"head_dim": 64}, "layers 1, "),
     ],
@@ -170,6 +172,19 @@ def test_layers_with_kernels_on_a_gpu_warn_of_nothing(monkeypatch):
     assert said(lambda: on_a_gpu(monkeypatch, tiny_llama(head_dim=64), "turbo")) == []
 
 
+def test_another_gpus_launch_configurations_are_named(monkeypatch):
+    name = "NVIDIA GPU of a test"
+    with as_chip(H200._replace(name=name)):
+        model = tiny_llama(head_dim=64)
+        found = said(lambda: on_a_gpu(monkeypatch, model, "turbo"))
+        assert len(found) == 1 and f"were not measured on {name}: those of" in str(found[0].message)
+        assert found[0].filename == __file__
+        reason = report(model).to_dict()["configurations"]
+        assert reason in str(found[0].message) and reason in str(report(model))
+        assert said(lambda: on_a_gpu(monkeypatch, model, "turbo", impl="reference")) == [], "nothing is launched"
+        assert said(lambda: patch(model, "turbo")) == [] and report(model).to_dict()["configurations"] is None
+
+
 def test_a_decode_that_is_not_captured_says_why_once(fake):
     def hook(module: torch.nn.Module, args: tuple, out: Any) -> None:
         pass
@@ -187,8 +202,10 @@ def test_a_decode_that_is_not_captured_says_why_once(fake):
 
 def test_a_model_that_cannot_be_captured_on_a_gpu_says_why(monkeypatch):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-    model = on_a_gpu(monkeypatch, tiny_llama(head_dim=64, rope_parameters=rope), "turbo", impl="reference")
-    assert model._qattn.decode == "eager"
+    model = tiny_llama(head_dim=64, rope_parameters=rope)
+    found = said(lambda: on_a_gpu(monkeypatch, model, "turbo", impl="reference"))
+    assert ["rope scaling is dynamic" in str(w.message) for w in found] == [True] and found[0].filename == __file__
+    assert model._qattn.runner.how == "eager" and "rope scaling is dynamic" in str(report(model))
     for layer in model._qattn.specs:
         assert layer.impl == "reference"
 
@@ -198,8 +215,7 @@ def test_a_model_that_cannot_be_captured_on_a_gpu_says_why(monkeypatch):
             unchecked.setattr("qattn_hf.layer.layer.QAttnLayer._check_device", lambda self, device: None)
             model.generate(IDS, **GREEDY)
 
-    found = said(lambda: [generate() for _ in range(2)])
-    assert ["rope scaling is dynamic" in str(w.message) for w in found] == [True]
+    assert said(generate) == [], "patch has said it"
 
 
 def test_steps_on_a_cpu_and_those_asked_to_be_eager_warn_of_nothing(fake):

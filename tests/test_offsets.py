@@ -23,7 +23,7 @@ SIDE = 16  # patches of the image on a side: 64 tokens, after which positions ar
 
 
 def about_an_image(rows: int = 1, family: str = "qwen2_5_vl") -> dict[str, torch.Tensor]:
-    """A prompt with a large image, of which the second row's is a smaller one."""
+    """Make a prompt with a large image. The second row's image is smaller."""
     pixels = 16 if family == "qwen3_vl" else 14  # of a patch, on a side
     g = torch.Generator().manual_seed(2)
     ids = torch.randint(3, 90, (rows, 120), generator=g)
@@ -47,7 +47,7 @@ QUESTION = random_ids(1, 7, seed=5) % 90 + 3
 
 
 def answer(model: PreTrainedModel, cache: Any, first: torch.Tensor) -> torch.Tensor:
-    """Logits of what `generate` writes to a question after what the cache has read."""
+    """Return the logits of the answer that `generate` gives to a question, after the tokens of the cache."""
     ids = torch.cat([first, QUESTION.expand(len(first), -1)], 1)
     given = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     return torch.stack(model.generate(ids, past_key_values=cache, **given).logits)

@@ -69,7 +69,8 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def fresh_environment(tmp_path) -> Path:
-    """The python of a new environment that finds torch and the rest in this one's site-packages."""
+    """Return the python of a new environment that finds torch and other packages in this environment's site-
+    packages."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
@@ -238,7 +239,7 @@ def test_the_package_imports_and_generates_without_triton(tmp_path):
 
 
 def test_hooks_call_tools_of_the_environment():
-    """Versions stand in constraints.txt alone, and nothing is fetched."""
+    """Only constraints.txt has versions, and nothing is downloaded."""
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     pinned = re.findall(r"^([a-z-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
     hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]

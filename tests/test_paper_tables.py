@@ -127,7 +127,7 @@ def test_a_contradicted_claim_is_printed_with_its_reason_and_fails_nothing(monke
     monkeypatch.setattr(common, "through", lambda *_: found)
     paper.main(["turbo_accuracy", *SMALL])
     said = capsys.readouterr().out.partition("The paper: ")[2]
-    assert "Not here:\ndemo, kl: TurboAttention 4 (2) is not below KIVI 4 (1)\nLikely because KIVI's" in said
+    assert "Not here:\ndemo, kl: TurboAttention 4 (2) is not below KIVI 4 (1)\nLikely because KIVI spends" in said
 
 
 def test_each_residual_of_table_3_leaves_other_tokens_packed(monkeypatch):
@@ -200,7 +200,7 @@ def test_a_method_has_few_settings_of_its_own(name: str, most: int):
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name())
 def test_a_comparison_is_its_method_but_for_what_it_adds(paper: type[Method]):
-    """A recipe of the method may give what the method always has; what the paper's has beside it is refused."""
+    """A recipe of the method may give the method's fixed values. The paper's additional values are refused."""
     method = get_method(paper.name().removeprefix("paper_"))
     assert paper().last_layer_spec(2) == method().last_layer_spec(2) and paper.name() not in list_methods()
     for key, moved in method.moved.items():
@@ -224,7 +224,7 @@ def test_a_model_that_is_not_here_is_named():
 
 
 def test_tasks_read_the_packed_cache_and_a_baseline(capsys, monkeypatch):
-    """Full precision, a method and a baseline each answer, and their answers stand beside the paper's figures."""
+    """Full precision, a method and a baseline each answer, and the table has their scores next to the paper's."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qattn-hf[eval]'")
     table = TABLES["turbo_accuracy"]
     monkeypatch.setattr(table, "WAYS", {name: table.WAYS[name] for name in (table.FP, table.KIVI_4, table.GEAR_4)})

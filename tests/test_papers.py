@@ -111,7 +111,7 @@ def test_sage2_script_and_method_round_queries_and_keys_alike(granularity: str, 
 @pytest.mark.parametrize("cache", ["quantized", "model"])
 @pytest.mark.parametrize("pv", ["e4m3", "e5m2"])
 def test_sage2_script_and_method_round_weights_and_values_alike(pv: str, cache: str):
-    """Over one block, where the running maximum is the final one and a scale of values that of all."""
+    """The comparison uses one block: its running maximum is final, and its scale of values is the only one."""
     layer = grouped_layer(64)
     want = sage2.attend(*layer, True, sage2.Setting(pv=pv))
     assert_same(method_out(layer, bits=4, pv=pv, cache=cache), want, 1e-5)
@@ -127,7 +127,10 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_rows_of_sage2_text_are_settings_of_the_method(name: str):
-    """8 bits with smoothed queries are the paper's; the method's default leaves them, in a row of its own."""
+    """8 bits with smoothed queries are the paper's setting.
+
+    The method's default does not smooth queries and has a separate row.
+    """
     layer = grouped_layer(64)
     want = sage2.attend(*layer, True, sage2_text.SETTINGS[name])
     limit = 2**-11 if name == sage2_text.FIRST else 1e-5  # 16-bit weights and values

@@ -25,7 +25,7 @@ LISTS = {"bits": "mixed", "k_low_heads": [[0, 1], [2]], "v_low_heads": [[3], []]
 
 
 def split(folder: Path, method: str, *settings: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
-    """What `split_model.py` found for each of the settings, in as many processes."""
+    """Run `split_model.py` in `processes` processes and return its result for each of the settings."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

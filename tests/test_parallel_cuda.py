@@ -44,7 +44,7 @@ def test_layers_on_other_gpus_than_the_current_one(case: Case):
     assert torch.equal(got.cpu(), want.cpu())
 
 
-@pytest.mark.parametrize("sliding", ["model", "packed"])
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
 def test_a_layer_on_another_gpu_reads_keys_that_it_shares(sliding: str):
     from accelerate import dispatch_model
     from small_types import SHARED_KEYS, tiny
@@ -75,7 +75,7 @@ def test_a_model_split_by_tensor_parallelism(tmp_path: Path, settings: dict[str,
 
 
 def test_data_parallel_evaluation_scores_as_one_process_does(tmp_path: Path):
-    """`accelerate launch` over all GPUs: each answers its rows, and the score is that of one GPU."""
+    """With `accelerate launch` each GPU answers its rows, and the score equals that of one GPU."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qattn-hf[eval]'")
     model = ["--model", "qattn", "--model_args", f"pretrained={demo_model_dir()},method=turbo,bits=2"]
     tasks = ["--tasks", "recall_40", "--limit", "40", "--gen_kwargs", "max_gen_toks=6"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICE, random_ids, tiny_llama
-from small_types import SHARED_KEYS, tiny
+from small_types import SHARED_KEYS, in_packed_cache, tiny
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig
 
@@ -24,6 +24,7 @@ from qattn_hf.methods import get_method
 from qattn_hf.model.layer_kinds import WindowLayerSpec
 from qattn_hf.model.selection import attending
 from qattn_hf.planning import activations
+from qattn_hf.planning.cards import CARDS
 from qattn_hf.planning.check import without_weights
 from qattn_hf.planning.live_memory import LiveMemory
 from qattn_hf.planning.plan import ROUNDING, Planner, _largest, _last
@@ -32,6 +33,7 @@ from qattn_kernels.launch.launches import recorded
 from qattn_kernels.launch.plan import _plan
 from qattn_kernels.layer.arena import Layout, empty_arena
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.step import Arena, Step
 from qattn_kernels.layout import Geometry
 from qattn_kernels.step.operator import compute
 
@@ -83,7 +85,7 @@ def test_activations_are_what_a_prompt_allocates(rows, tokens):
         live = LiveMemory()
         activations.run(shadow, layers, tokens, 0, live)
     predicted = live.peak - sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
-    assert predicted == pytest.approx(measured, rel=0.02)  # a CPU's attention has working memory of its own
+    assert predicted == pytest.approx(measured, rel=0.02)  # attention on a CPU needs additional working memory
 
 
 @pytest.mark.gpu
@@ -100,7 +102,7 @@ def test_the_attention_allocates_what_is_predicted(method, tokens, past):
         arena = unused.clone()
         q, k, v = (torch.zeros(2, heads, tokens, 64, device=device) for heads in (2, 1, 1))
         span = torch.tensor([[0, tokens]] * 2, dtype=torch.int32).to(device)
-        call = partial(compute, q, k, v, span, arena, layout, Scores(0.125), blocks)
+        call = partial(compute, Step(q, k, v, span, Arena(arena, layout, ""), Scores(0.125), blocks))
         recorded(call, collects=device.type == "meta")  # makes what a device keeps for good, such as a rotation's signs
         arena.copy_(unused)  # `past` bounds what an unused arena has closed, not what the first call closed
         with LiveMemory() as live:
@@ -147,12 +149,13 @@ OF_KERNELS: dict[str, dict[str, Any]] = {
     [
         ("gemma3_text", "packed"),
         ("gemma4_text", "packed"),
-        ("gemma4_text", "unquantized"),
+        ("gemma4_text", "exact"),
         pytest.param("mistral", "packed", marks=pytest.mark.slow),
     ],
 )
-def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, tokens):
+def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, tokens, monkeypatch):
     """By the recipe's `sliding`; below what a window takes at most, and beyond it. Layers that share keys hold none."""
+    in_packed_cache(monkeypatch)
     config, method = tiny(family, **OF_KERNELS[family]).config, f"int8:sliding={sliding}"
     model = patch(tiny(family, **OF_KERNELS[family]), method)
     how = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
@@ -164,8 +167,9 @@ def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, 
     longer = planner.memory(planner.way(method), batch=2, context=tokens + 640)
     grown = [Layout(layer.geometry, layer.spec) for layer in layers if not isinstance(layer, WindowLayer)]
     assert (longer.cache > memory.cache) == bool(grown or tokens == 300)
-    with pytest.raises(UnsupportedError, match=r"sliding window of 20.*sliding='packed'.*qattn check"):
-        planner.way("int8:sliding=model")
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedError, match=r"sliding window of 20.*sliding='packed'.*qattn doctor"):
+        planner.way("int8:decode=eager")
     with pytest.raises(UnsupportedError, match="full attention is planned"):
         planner.way("full")
 
@@ -174,18 +178,17 @@ def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, 
 @pytest.mark.product("later prompt")
 @pytest.mark.parametrize(("tokens", "past"), [(500, 0), (200, 300), (1, 448)], ids=["prompt", "later prompt", "step"])
 def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
-    """Beyond the 448 tokens for which there is room: in a larger copy, or behind blocks that moved to the front."""
+    """The text exceeds the capacity of 448 tokens, so the layer grows or moves blocks to the front."""
     spec = get_method("int8")().last_layer_spec(1)
     spec = WindowLayerSpec(**(vars(spec) | {"impl": "triton"}), sliding_window=20)
     layer = WindowLayer(spec)
     layer.plan(1000)
 
-    def run(q: Any, k: Any, v: Any, span: Any, arena: Any, _: str, blocks: int, *how: Any) -> Any:
-        layout = Layout(replace(layer.geometry, blocks=blocks), spec)  # inside of an operator nothing is counted
-        return recorded(partial(compute, q, k, v, span, arena, layout, Scores(*how[:-1]), how[-1]), collects=False)[0]
+    def run(step: Step) -> Any:  # inside of an operator nothing is counted
+        return recorded(partial(compute, step), collects=False)[0]
 
-    monkeypatch.setattr("qattn_hf.layer.layer.attend", run)
-    monkeypatch.setattr("qattn_hf.layer.window_layer.attend", run)
+    monkeypatch.setattr("qattn_hf.layer.layer.attend_step", run)
+    monkeypatch.setattr("qattn_hf.layer.window_layer.attend_step", run)
 
     def heads(tokens: int, device: str) -> list[torch.Tensor]:
         return [torch.zeros(1, heads, tokens, 64, device=device) for heads in (2, 1, 1)]
@@ -280,12 +283,12 @@ def test_the_last_that_fits_is_found_from_above(most, share):
 
 def test_what_cannot_be_planned():
     planner = Planner(config_of())
-    with pytest.raises(UnsupportedError, match="qattn check says why"):
+    with pytest.raises(UnsupportedError, match="qattn doctor says why"):
         planner.way("turbo:block_kv=32")
     with pytest.raises(UnsupportedError, match="packs nothing"):
         planner.way("sage2:cache=model")
     hybrid = Planner(tiny("qwen3_next").config)
-    with pytest.raises(UnsupportedError, match=r"linear attention or SSM.*qattn check counts"):
+    with pytest.raises(UnsupportedError, match=r"linear attention or SSM.*qattn doctor counts"):
         hybrid.way("turbo")
     with pytest.raises(UnsupportedError, match="latent attention"):
         Planner(tiny("deepseek_v3").config)
@@ -342,7 +345,7 @@ def test_the_command_prints_what_the_planner_says(qattn, folder):
     assert turbo["longest"] == {"2": planner.longest(800 * MIB, way, 2)}
     assert turbo["largest"] == {"1000": planner.largest(800 * MIB, way, 1000)}
     assert turbo["longest"]["2"] > full["longest"]["2"] > 0
-    assert refused["method"] == "turbo:block_kv=32" and "qattn check" in refused["not_planned"]
+    assert refused["method"] == "turbo:block_kv=32" and "qattn doctor" in refused["not_planned"]
     code, out, _ = qattn(*asked)
     assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:block_kv=32: " in out
 
@@ -357,13 +360,24 @@ def test_the_commands_errors(qattn, folder, monkeypatch):
     assert code == 2 and not out and "turbot" in err
 
 
+def test_a_card_has_its_memory_and_its_kernels(qattn, folder, monkeypatch):
+    """An FP8 product needs the kernels of a later card than the RTX 3090."""
+    monkeypatch.setattr(Planner, "longest", lambda *_: 64)
+    monkeypatch.setattr(Planner, "largest", lambda *_: 1)
+    asked = (folder, "--method", "sage2", "--json", "--gpu")
+    found = {card: json.loads(qattn(*asked, card)[1]) for card in ("rtx-3090", "l4")}
+    assert found["l4"]["gpu_memory"] == CARDS["l4"].memory_bytes < found["rtx-3090"]["gpu_memory"]
+    assert {card: "not_planned" in data["rows"][1] for card, data in found.items()} == {"rtx-3090": True, "l4": False}
+    assert json.loads(qattn(*asked, "l4", "--gpu-memory", "1GiB")[1])["gpu_memory"] == 2**30
+
+
 def test_a_model_of_which_nothing_is_planned_gets_the_reasons(qattn, tmp_path):
-    """Its windows stay the model's own in every way, full precision's among them."""
+    """Its windows stay unpacked for every method and in full precision."""
     tiny("gemma3_text", **OF_KERNELS["gemma3_text"]).config.save_pretrained(tmp_path)
-    ways = "int8:sliding=model,turbo:sliding=model"
+    ways = "int8:decode=eager,turbo:decode=eager"
     asked = (str(tmp_path), "--gpu-memory", "1GiB", "--method", ways)
     code, out, err = qattn(*asked)
-    assert code == 1 and not out and err.count("qattn check") == 2
+    assert code == 1 and not out and err.count("qattn doctor") == 2
     assert "none of the methods can be planned" in err and "full: " in err and f"{ways.replace(',', ', ')}: " in err
     code, out, err = qattn(*asked, "--json")
     assert code == 1 and [row["method"] for row in json.loads(out)["rows"]] == ["full", *ways.split(",")] and err

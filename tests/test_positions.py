@@ -1,4 +1,4 @@
-"""Contexts beyond a model's positions: `qattn check` and `qattn plan` say so, with rope scaling counted."""
+"""Contexts beyond a model's positions: `qattn doctor` and `qattn plan` say so, with rope scaling counted."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_the_commands_warn_beyond_the_positions(rope, qattn, tmp_path, monkeypat
     monkeypatch.setattr(Planner, "memory", lambda *_: Memory(1, 1, 1, 1))
     model, longest = (str(tmp_path), "--gpu-memory", "1GiB", "--method", "int8"), [64]
     for tokens in (positions, positions + 64):
-        said = f"{tokens} tokens are beyond the model's {positions} positions"
-        code, out = qattn("check", str(tmp_path), "--at-tokens", str(tokens))
+        said = f"{tokens} tokens are more than the {positions} positions"
+        code, out = qattn("doctor", str(tmp_path), "--at-tokens", str(tokens))
         assert code == 0 and (said in out) == (tokens > positions)
         for context, longest[0] in ((tokens, 64), (64, tokens)):
             code, out = qattn("plan", *model, "--context", str(context))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a phrase is replaced by. `start` is where a sentence, a cell or a docstring begins.
+# What a phrase is replaced by. `START` is where a sentence, a cell or a docstring begins.
 START = r"(?:^|(?<=[.:;] )|(?<=\| ))"
 WORDS = {
     r"\bof which\b": "a second sentence, or `and ... of them`",
@@ -29,52 +29,30 @@ WORDS = {
     r"\bof one's own\b": "`custom`, `your own`",
     r"\b(?:thereby|hereby|wherein|whereof|thereof)\b": "a plain sentence",
     rf"{START}(?:Those|That) of\b": "the thing's name",
-}
-# Asked of pages and notebooks only.
-PAGE_WORDS = {
     r"\bbehind\b(?! a (?:proxy|firewall)\b)": "`after`, or the reason in words",
     r"\bof (?:its|their|your|our|his) own\b": "`its own ...`, `custom`, `separate`",
     r"\bthe model's own\b": "`unpacked`, `Transformers' own`",
-    r"\bin (?:the model's|model) precision\b": "`in bf16 or fp16`, `in full precision`",
-    r"\b(?:so|as) many\b(?! \w+ as\b)": "the number, or its name",
+    r"\bin (?:the model's|model) precision\b": "`in bf16 or fp16`, `in full precision`, `unquantized`",
+    r"(?<!twice )(?<!half )\b(?:so|as) many\b(?! \w+ as\b)": "the number, or its name",
     r"\bwhat of\b": "the thing's name",
     r"\b(?:moreover|likewise|whatsoever|for lack of|in place of what)\b": "a plain sentence",
     r"\bone's\b": "`your`, or the thing's name",
 }
 RULES = {re.compile(pattern, re.MULTILINE): better for pattern, better in WORDS.items()}
-PAGE_RULES = RULES | {re.compile(pattern, re.MULTILINE): better for pattern, better in PAGE_WORDS.items()}
 MADE = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
 CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LONGEST = 40  # words of a sentence on a page; lists of names need about that many
-# Not rewritten yet: nothing is asked of these. Take an entry out when its text is done.
-PENDING = {
-    "CHANGELOG.md": "history is what it tells",
-    "docs/methods": "made of docstrings and descriptions of settings",
-    "qattn_hf": "messages of the folders that are not in DONE, and the text of the probe",
-}
-DONE = tuple(
-    f"qattn_hf/{folder}"
-    for folder in (
-        "attention", "bench", "cache", "cli", "fidelity", "generate", "layer", "lm_eval", "patching", "planning",
-        "reading", "saved", "server",
-    )
-)  # fmt: skip
-FICTION = "qattn_hf/cli/_prompts.py"  # a prompt written as a story
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs")
-
-
-def below(name: str, folders: tuple[str, ...]) -> bool:
-    return any(name == folder or name.startswith(f"{folder}/") for folder in folders)
+# This list, and texts that models read: stories and prompts.
+LEFT = {"tests/test_prose.py", "qattn_hf/cli/_prompts.py", "qattn_hf/choosing/text.py", "qattn_hf/assets/demo_tasks.py"}
+FOLDERS = ("qattn_hf", "kernels", "eval", "tests")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 
 
 def asked() -> Iterator[Path]:
     """The files that the list holds for."""
-    pages = [p for name in PAGES for p in ([ROOT / name] if name.endswith(".md") else (ROOT / name).rglob("*.md"))]
-    notebooks = (ROOT / "examples").glob("*.ipynb")
-    for path in sorted([*pages, *notebooks, *(ROOT / "qattn_hf").rglob("*.py")]):
-        name = path.relative_to(ROOT).as_posix()
-        if name != FICTION and (below(name, DONE) or not below(name, tuple(PENDING))):
-            yield path
+    pages = [*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.ipynb")]
+    modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return (path for path in sorted(pages + modules) if path.relative_to(ROOT).as_posix() not in LEFT)
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -114,7 +92,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def found_in(line: int, text: str, name: str) -> Iterator[str]:
-    for rule, better in (RULES if name.endswith(".py") else PAGE_RULES).items():
+    for rule, better in RULES.items():
         for hit in rule.finditer(text):
             yield f"{name}:{line + text.count(chr(10), 0, hit.start())}: {hit[0]!r}. Better: {better}"
 
@@ -148,5 +126,5 @@ def test_a_phrase_is_found_with_its_place_and_the_better_word(tmp_path):
     assert sorted(hit.split(":")[1] for hit in hits[1:]) == ["1", "2"] and len(hits) == 3
 
 
-def test_what_is_pending_exists():
-    assert [name for name in (*PENDING, *DONE) if not (ROOT / name).exists()] == []
+def test_what_is_left_exists():
+    assert [name for name in LEFT if not (ROOT / name).exists()] == []

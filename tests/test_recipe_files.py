@@ -1,4 +1,4 @@
-"""Recipes that lie elsewhere: beside a checkpoint's weights, in a folder, in a repository of the hub."""
+"""Recipes outside the package: in a checkpoint's folder, in another folder, and in a repository of the hub."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_command_line_takes_the_recipe_beside_the_weights(tmp_path, capsys):
     model = patch(tiny_llama(), "turbo:bits=2")
     model.save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
-        main(["check", str(tmp_path)])
+        main(["doctor", str(tmp_path)])
     assert str(tmp_path / "qattn.yaml") in capsys.readouterr().out
 
 

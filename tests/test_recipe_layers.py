@@ -1,4 +1,4 @@
-"""Recipes that choose otherwise for some layers: what holds where, what is refused, and that caches run with them."""
+"""Recipes with different settings for some layers: scope, refusals, and caches that run with them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_holds_in_a_layer():
     assert recipe.settings_of(2).group_size == 128 and recipe.settings_of(2).residual_length == 128
     assert {recipe.settings_of(i).softmax for i in range(3)} == {"sas"}
     assert {recipe.settings_of(i).impl for i in range(3)} == {"reference"}
-    changed = find_recipe(None, recipe, {"v_bits": 4})  # an override moves the layers that stand on it too
+    changed = find_recipe(None, recipe, {"v_bits": 4})  # an override moves the layers that build on it as well
     assert changed.settings_of(0).v_bits == 4 and changed.settings_of(2).bits == 4
 
 
@@ -90,7 +90,7 @@ def test_settings_of_a_part_are_found_by_their_names():
 
 
 def test_layers_alone_are_what_they_are_in_a_uniform_recipe():
-    """A layer's state depends on its own settings and input only: the first layer's is that of a uniform recipe."""
+    """A layer's state depends only on its settings and input: the first layer's equals that of a uniform recipe."""
     ids = random_ids(2, 150)
     states = []
     for settings in (MIXED, {"v_bits": 2, "softmax": "sas", "k_bits": "mixed", "k_low_heads": [[1], [1], [1]]}):
@@ -131,8 +131,8 @@ def test_layers_are_written_as_numbers_ranges_or_several(tmp_path: Path):
         ({"layers": {"-1": {}}}, "such as 0-3,7"),
         ({"layers": [1]}, "give settings by layers"),
         ({"layers": {"0": 4}}, "give settings by layers"),
-        ({"layers": {"0": {"decode": "eager"}}}, "decode is of all layers alike"),
-        ({"layers": {"0": {"crop_horizon": 128}}}, "crop_horizon is of all layers alike"),
+        ({"layers": {"0": {"decode": "eager"}}}, "decode applies to all layers"),
+        ({"layers": {"0": {"crop_horizon": 128}}}, "crop_horizon applies to all layers"),
         ({"layers": {"0": {"bitz": 2}}}, "layers 0: unknown key 'bitz', did you mean 'bits'"),
         ({"layers": {"0": {"bits": 3}}}, "layers 0: bits = 3"),
         ({"layers": {"0": {"method": "kivy"}}}, "did you mean 'kivi'"),

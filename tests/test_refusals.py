@@ -1,4 +1,4 @@
-"""What cannot be done is refused: one clear message of our own, and everything is as it was. Here settings."""
+"""Refused settings: each gets one clear message, and nothing changes."""
 
 from __future__ import annotations
 

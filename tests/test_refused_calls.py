@@ -1,4 +1,4 @@
-"""Calls that are refused: one clear message of our own, and the model and its cache are as they were."""
+"""Refused calls: each gets one clear message, and the model and its cache are unchanged."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_mask_of_four_dimensions_in_generate(patched):
 def test_pad_tokens_that_generate_takes_for_padding(patched, at):
     """The user gave no mask, so the message says where it comes from; the way out that it names is one."""
     ids = ONE.index_fill(1, torch.tensor(list(at)), 0)
-    parts = "token 0 (pad_token_id)", "If you gave none", "attention_mask=torch.ones_like(input_ids)"
+    parts = "token 0 (pad_token_id)", "If you passed no mask", "attention_mask=torch.ones_like(input_ids)"
     refused(lambda: patched.generate(ids, **GREEDY), UnsupportedError, *parts)
     got = patched.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
     assert got[0, TOKENS] == patched(ids).logits[0, -1].argmax()

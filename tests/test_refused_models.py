@@ -1,4 +1,4 @@
-"""Models that are refused: one clear message of our own, and everything is as it was."""
+"""Refused models: each gets one clear message, and nothing changes."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_our_cache_on_an_unpatched_model(attn):
     assert torch.equal(logits(model), want)
 
 
-# A model and its decoder, of which only one can be patched
+# Models and their decoders; only one of the two can be patched
 
 WRAPPED: dict[str, tuple[Callable[[], PreTrainedModel], tuple[str, ...]]] = {
     "causal": (tiny, ("model",)),
@@ -221,4 +221,4 @@ def test_model_around_a_patched_decoder(kind, how):
         unpatch(decoder)
         assert torch.equal(logits(model), want)
     assert torch.equal(logits(patch(model, **how)), packed)
-    assert torch.equal(logits(unpatch(model)), want), "the decoder has a config of its own since it was patched"
+    assert torch.equal(logits(unpatch(model)), want), "the decoder has another config after it was patched"

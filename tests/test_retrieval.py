@@ -1,4 +1,4 @@
-"""Retrieval: prompts, which values an answer has, and what caches lose of them."""
+"""Retrieval: prompts, values found in an answer, and the loss of caches."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(asked)
     out = capsys.readouterr().out
-    assert not ended.value.code and "multikey, 200" in out and "full precision found and the cache lost" in out
+    assert not ended.value.code and "multikey, 200" in out and "values that only full precision found" in out
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Hidden states in columns of padding after a row's tokens, which text encoders of image models read.
+"""Hidden states in padding columns after a row's tokens, which text encoders of image models read.
 
-Whoever makes an image of text takes the hidden states of all columns, and no mask: a padding query sees the tokens of
-its row, in stock attention and here.
+These encoders take the hidden states of all columns without a mask. A padding query sees the tokens of its row, in
+stock attention and here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ OTHERS: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
 @pytest.mark.parametrize("columns", [LONG, SHORT])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_padding_of_other_attention(kind: str, columns: int):
-    """Of a window, padding far behind the tokens sees some of them."""
+    """With a window, padding far after the tokens sees only some of them."""
     config, settings = OTHERS[kind]
     model = tiny(config)
     want = states(model, columns)

@@ -31,7 +31,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 
 def answers(model: PreTrainedModel, cache: QAttnCache | None, rows: int = 2) -> torch.Tensor:
-    """Logits of what `generate` writes to a question behind the prefix."""
+    """Return the logits of the answer that `generate` gives to a question after the prefix."""
     ids = torch.cat([PREFIX, QUESTION], 1)[:rows]
     out = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **GREEDY)
     return torch.stack(out.logits)
@@ -282,7 +282,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tens
 
 FAULTS: dict[str, tuple[Callable[[dict, dict], Any], str]] = {
     "format": (lambda header, _: header.update(format=1), "has format 1.*Save the cache anew"),
-    "layout": (lambda header, _: header["layers"][1].update(places="0" * 64), "lays tensors out otherwise"),
+    "layout": (lambda header, _: header["layers"][1].update(places="0" * 64), "another layout"),
     "tensor missing": (lambda _, tensors: tensors.pop("1.arena"), "list of its tensors"),
     "tensor too many": (lambda _, tensors: tensors.update(x=torch.zeros(1)), "list of its tensors"),
     "tensor altered": (lambda _, tensors: tensors["0.arena"][-200:].add_(1), r"altered.*0\.arena"),

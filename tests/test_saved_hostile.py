@@ -1,8 +1,7 @@
-"""Files that lie: whatever a saved cache says, loading it is an error in words, or gives a cache that computes.
+"""Hostile cache files: loading one gives a clear error, or a cache that computes.
 
-Digests in these files fit, since whoever writes a file writes its digests too. A lie that kernels believed would end
-the interpreter by a signal, so each run is made in a process of its own. `QATTN_FILES=2000` plays that many lies of
-each kind.
+The digests in these files are valid, because an attacker writes them as well. A wrong number that kernels trusted would
+crash the interpreter, so each run has a separate process. `QATTN_FILES=2000` tries that number of changes of each kind.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
     "kivi": lambda: patch(tiny_llama(), "kivi", **REF),
     "sinks": lambda: patch(tiny_llama(), "sinkq", **REF),
     "packed window": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="packed", **REF),
-    "window of the model's own": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="model", **REF),
-    "states of the model's own": lambda: patch(tiny("falcon_h1"), "turbo", family=False, **REF),
+    "unpacked window": lambda: patch(tiny("gemma2"), "turbo", family=False, sliding="exact", **REF),
+    "unpacked states": lambda: patch(tiny("falcon_h1"), "turbo", family=False, **REF),
     "kernels": lambda: patch(tiny_llama(head_dim=64, num_hidden_layers=1), "turbo", impl="triton"),
 }
 
@@ -100,7 +99,7 @@ def honest(kind: str, folder: Path) -> Honest:
 
 
 def contained(run: Callable[[Callable[[str], Any]], Any], folder: Path) -> None:
-    """Run in a process of its own, which a signal may end; `run` is given what notes the example that it plays."""
+    """Run in a separate process, which may crash. `run` receives a function that notes its current example."""
     said = folder / "said"
     if (child := os.fork()) == 0:  # no thread of the parent is needed: torch computes by one here
         try:
@@ -144,7 +143,7 @@ def test_numbers_of_a_state_that_lie_to_kernels(tmp_path: Path):
 
 
 def lie_about_states(file: Honest, folder: Path) -> None:
-    places = []  # of each number by which something is found
+    places = []  # of each number that locates something
     for i, row in enumerate(file.header["layers"]):
         if "geometry" in row:
             layout = Layout(geometry_of(row), decode_spec(row["spec"]))
@@ -214,7 +213,7 @@ def changed(header: Any, place: tuple, value: Any, how: str) -> Any:
     return header
 
 
-@pytest.mark.parametrize("kind", ["turbo", "window of the model's own", "states of the model's own"])
+@pytest.mark.parametrize("kind", ["turbo", "unpacked window", "unpacked states"])
 def test_headers_of_other_types_and_bounds(kind: str, tmp_path: Path):
     file = honest(kind, tmp_path)
     places = [place for place in fields(file.header) if "config" not in place]
@@ -263,7 +262,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["turbo", "window of the model's own", "states of the model's own"])
+@pytest.mark.parametrize("kind", ["turbo", "unpacked window", "unpacked states"])
 def test_tensors_of_other_shapes(kind: str, tmp_path: Path):
     file = honest(kind, tmp_path)
 
@@ -275,7 +274,7 @@ def test_tensors_of_other_shapes(kind: str, tmp_path: Path):
                     continue
                 say(f"{name} {shape}")
                 file.write(copy.deepcopy(file.header), tensors)
-                states = "states" in name  # whose channels the model's own code judges
+                states = "states" in name  # the model's code checks their channels
                 with pytest.raises((QAttnError, RuntimeError, ValueError) if states else QAttnError):
                     assert file.read() == "refused"
                     raise QAttnError

@@ -1,4 +1,4 @@
-"""Many clients at once, some of which are rude, and a server process that is started, asked and ended."""
+"""Many clients at once, some of them misbehaving, and a server process from start to end."""
 
 from __future__ import annotations
 
@@ -107,8 +107,10 @@ def test_a_gpu_serves_thirty_clients(tmp_path: Path, method: str):
 
 
 def thirty_clients(client: Any, method: str) -> None:
-    """Let 30 clients ask at once, and the server answer after them; where codes are exact, the same question has the
-    same answer, and others differ by a batch's roundings."""
+    """Let 30 clients ask at once, and check that the server answers afterwards.
+
+    If codes are exact, equal questions have equal answers; otherwise they differ by a batch's rounding.
+    """
     want = client.complete(**SHIP)
     kinds = [KINDS[number % len(KINDS)] for number in range(30)]
     with ThreadPoolExecutor(len(kinds)) as pool:

@@ -1,5 +1,8 @@
-"""A model in several hands, on a GPU: threads whose captured steps share memory, compiled steps between eager calls,
-and memory that comes back when nobody uses a model any more."""
+"""A model that is used in several ways at once on a GPU.
+
+Threads share the memory of captured steps, compiled steps run between eager calls, and memory is freed when the model
+is not used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes: spelled alike in recipes, in Python and in commands, and never taken for so many bytes by a slip."""
+"""Sizes have one spelling in recipes, Python and commands, and a missing unit is never read as bytes by mistake."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def qattn(capsys, monkeypatch, tmp_path):
     tiny_llama(head_dim=64).config.save_pretrained(tmp_path)
 
     def run(command: str, *arguments: str) -> tuple[int, str, str]:
-        model = [str(tmp_path), *(() if command == "check" else ("--method", "int8"))]
+        model = [str(tmp_path), *(() if command == "doctor" else ("--method", "int8"))]
         with pytest.raises(SystemExit) as ended:
             main([command, *model, *arguments])
         said = capsys.readouterr()
@@ -87,22 +87,22 @@ def test_a_memory_is_read_alike_everywhere(memory, n_bytes, way, tmp_path):
 
 @pytest.mark.parametrize("memory", ["24", "1 KiB", "0GiB"])
 def test_a_text_of_too_few_bytes_is_refused_too(memory):
-    with pytest.raises(RecipeError, match=r"memory=.* is no size of a cache.*memory: 12GiB"):
+    with pytest.raises(RecipeError, match=r"memory=.* too few for a cache.*memory: 12GiB"):
         find_recipe("turbo", None, {"memory": memory})
 
 
 @pytest.mark.parametrize("spelled", ["3GiB", "3072 MiB", "3gib"])
-@pytest.mark.parametrize("command", ["check", "plan"])
+@pytest.mark.parametrize("command", ["doctor", "plan"])
 def test_commands_spell_sizes_alike(command, spelled, qattn):
     code, out, err = qattn(command, "--gpu-memory", spelled, "--weights", "512MiB", "--json")
     data = json.loads(out)
     assert (code, err) == (0, "") and data["weights" if command == "plan" else "weight_bytes"] == 2**29
     again = json.loads(qattn(command, "--gpu-memory", "3GiB", "--weights", "0.5GiB", "--json")[1])
-    assert again == data and (command == "check" or data["gpu_memory"] == 3 * 2**30)
+    assert again == data and (command == "doctor" or data["gpu_memory"] == 3 * 2**30)
 
 
 @pytest.mark.parametrize("option", ["--gpu-memory", "--weights"])
-@pytest.mark.parametrize("command", ["check", "plan"])
+@pytest.mark.parametrize("command", ["doctor", "plan"])
 def test_commands_refuse_what_is_no_size(command, option, qattn):
     code, out, err = qattn(command, option, "12 parsecs")
     assert code == 2 and not out and err.count("\n") == 1 and option in err and "24GiB" in err

@@ -1,4 +1,4 @@
-"""Models whose sliding windows are packed (`sliding="packed"`), or by bytes (`auto`), or left to the model."""
+"""Models whose sliding windows are packed (`sliding="packed"`) or exact, in the packed cache or the model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_graphs import as_on_a_gpu
 from refusals import refused
-from small_types import WINDOW, tiny
+from small_types import WINDOW, in_packed_cache, tiny
 from transformers import Gemma3TextConfig, PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, report, unpatch
@@ -63,7 +63,7 @@ def test_rows_of_a_padded_batch_are_as_alone(method):
 
 def test_what_a_report_says():
     text, data = {}, {}
-    for sliding in ("packed", "model", "auto"):
+    for sliding in ("packed", "exact"):
         model = patched(tiny("gemma3_text"), "turbo", sliding)
         cache = model.generate(IDS, return_dict_in_generate=True, **GREEDY).past_key_values
         text[sliding], data[sliding] = str(report(model)), report(model).to_dict()
@@ -73,8 +73,7 @@ def test_what_a_report_says():
     assert window["packed_tokens"] < full["packed_tokens"] == data["packed"]["packed_tokens"]
     assert window["bytes_full_precision"] == 2 * WINDOW * 2 * 2 * 16 * 4  # rows, tokens, sides, heads, channels, fp32
     assert "sliding window of 20" in text["packed"] and "not packed" not in text["packed"]
-    assert "not packed: sliding='model'" in text["model"]
-    assert "not packed: packed they take" in text["auto"]
+    assert "(sliding='exact': steps are eager on a cpu)" in " ".join(text["exact"].split())
 
 
 def gemma3(**changes: Any) -> Gemma3TextConfig:
@@ -88,13 +87,15 @@ def gemma3(**changes: Any) -> Gemma3TextConfig:
     return Gemma3TextConfig(**{**sizes, "num_hidden_layers": 6, "vocab_size": 101, "dtype": torch.bfloat16, **changes})
 
 
-@pytest.mark.parametrize(("window", "packs"), [(64, False), (256, False), (1024, True), (4096, True)])
-def test_auto_goes_by_bytes(window, packs):
-    rows = check(gemma3(sliding_window=window), "turbo:sliding=auto,family=false").layers
-    assert [row.get("window") for row in rows] == [window if packs else None] * 5 + [None]
-    assert all(("packed they take" in row["why"]) != packs for row in rows[:5] if "why" in row)
-    if packs:
-        assert sum(row["bytes"] for row in rows[:5]) <= 0.75 * 5 * window * 4 * 2 * 256 * 2
+@pytest.mark.parametrize("old", ["lossless", "model", "unquantized"])
+def test_old_names_of_exact(old):
+    with pytest.warns(FutureWarning, match=f"sliding='{old}' is an old name. Fix: use sliding='exact'"):
+        recipe = find_recipe(f"turbo:sliding={old}", None, {})
+    assert recipe.settings.sliding == "exact" and "sliding: exact" in recipe.as_yaml()
+
+
+def test_a_choice_by_bytes_is_refused():
+    refused(lambda: find_recipe("turbo:sliding=auto", None, {}), RecipeError, "sliding='auto'", "'packed'", "'exact'")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="without Triton no kernel computes a layer")
@@ -102,16 +103,16 @@ def test_auto_goes_by_bytes(window, packs):
     ("settings", "changes", "why"),
     [
         ("turbo", {}, None),
-        ("sinkq", {}, None),  # whose pool is beside windows, not in them
+        ("sinkq", {}, None),  # its pool is in other layers than windows
         ("turbo:decode=eager", {}, "steps are eager with decode='eager'"),
-        ("turbo:memory=1GiB", {}, "memory holds for packed layers alone"),
+        ("turbo:memory=1GiB", {}, "memory does not support packed windows"),
         ("turbo:impl=reference", {}, "kernels do not compute all layers"),
         ("turbo", {"head_dim": 24}, "kernels do not compute all layers"),
         ("turbo:block_kv=32,buffer_size=64", {}, "kernels do not compute all layers"),  # those without a window
     ],
 )
 def test_windows_lose_nothing_by_default(settings, changes, why):
-    """In the packed cache where a GPU's steps are captured so, else they are the model's own."""
+    """Windows are in the packed cache if a GPU's steps are captured with them, and unpacked otherwise."""
     config = gemma3(sliding_window=512, **changes)
     recipe = find_recipe(settings, None, {})
     *windows, full = recipe.layer_specs(config, "cuda")
@@ -119,14 +120,14 @@ def test_windows_lose_nothing_by_default(settings, changes, why):
     if why is None:
         assert all(isinstance(spec, WindowLayerSpec) and spec.unquantized for spec in windows)
     else:
-        assert all(spec.why == f"sliding='lossless': {why}" for spec in windows)
+        assert all(spec.why == f"sliding='exact': {why}" for spec in windows)
     assert all("steps are eager on a cpu" in spec.why for spec in recipe.layer_specs(config, "cpu")[:-1])
 
 
 def test_windows_beside_other_states_are_the_models_own():
     specs = find_recipe("turbo", None, {}).layer_specs(tiny("lfm3").config, "cuda")
     (window,) = (spec for spec in specs if getattr(spec, "window", None) == WINDOW)
-    assert window.why == "sliding='lossless': steps are eager beside convolution"
+    assert window.why == "sliding='exact': steps are eager with convolution"
 
 
 def test_check_predicts_the_bytes_of_a_cache():
@@ -143,23 +144,21 @@ def test_check_predicts_the_bytes_of_a_cache():
 
 def test_windows_that_cannot_be_packed():
     sinks = {"method": "turbo", "sink_num": 4}
-    refused(lambda: patched(tiny("gemma2"), **sinks), UnsupportedError, "sinks", "sliding='model'")
+    refused(lambda: patched(tiny("gemma2"), **sinks), UnsupportedError, "sinks", "sliding='exact'")
     refused(lambda: patched(tiny("gemma2"), layers={"0": {"sliding": "packed"}}), RecipeError, "sliding", "all layers")
     with pytest.raises(RecipeError, match="sliding"):
         patched(tiny("gemma2"), sliding="yes")
-    model = patched(tiny("gemma2"), sliding="auto", **sinks)
-    model(IDS)
-    assert "sinks" in report(model).to_dict()["layers"][0]["why"]
 
 
 @pytest.mark.filterwarnings("ignore:nothing is packed")
 @pytest.mark.parametrize("family", ["mistral", "llama4_text"])
-def test_unquantized_windows_lose_nothing(family):
+def test_unquantized_windows_lose_nothing(family, monkeypatch):
     """Whatever the method, and with sinks, which packed windows refuse; the report says that they are not packed."""
+    in_packed_cache(monkeypatch)
     stock, windows = tiny(family), [True, family == "mistral"]
     want = stock.generate(IDS, **GREEDY)
     for method, settings in (("none", {}), ("turbo", {"bits": 2, "sink_num": 4})):
-        model = patched(tiny(family), method, "unquantized", **settings)
+        model = patched(tiny(family), method, "exact", **settings)
         got = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
         assert torch.equal(got.sequences, want) or (method != "none" and not all(windows))
         data = report(model).to_dict()
@@ -170,14 +169,15 @@ def test_unquantized_windows_lose_nothing(family):
         assert f"of {WINDOW}, unquantized" in str(report(model)).replace("\n", " ").replace("  ", "")
 
 
-def test_what_is_said_of_unquantized_windows():
+def test_what_is_said_of_unquantized_windows(monkeypatch):
+    left = patched(tiny("gemma2"), "turbo", "exact")._qattn.runner.why
+    assert "1 unpacked layers" in left and "sliding='packed'" in left
+    in_packed_cache(monkeypatch)
     with pytest.warns(UserWarning, match="nothing is packed: every layer is unquantized, with sliding window of 20"):
-        patched(tiny("mistral"), "turbo", "unquantized")
+        patched(tiny("mistral"), "turbo", "exact")
     single = {"layers": {"0": {"bits": 2}}}
-    refused(lambda: patched(tiny("gemma2"), "turbo", "unquantized", **single), RecipeError, "not packed", "unquantized")
-    left = patched(tiny("gemma2"), "turbo", "model")._qattn.decode_reason
-    assert "1 layers keep what is the model's own" in left and "sliding='unquantized'" in left
-    rows = check(tiny("gemma3_text").config, "turbo:sliding=unquantized,family=false", device_type="cpu").layers
+    refused(lambda: patched(tiny("gemma2"), "turbo", "exact", **single), RecipeError, "not packed", "unquantized")
+    rows = check(tiny("gemma3_text").config, "turbo:family=false", device_type="cpu").layers
     assert [(row["method"], row.get("window")) for row in rows] == [("none", WINDOW), ("turbo", None)]
     assert rows[0]["bytes"] > rows[0]["values"] * 4  # the room for calls and crops
 
@@ -185,7 +185,7 @@ def test_what_is_said_of_unquantized_windows():
 def test_a_model_that_asks_for_another_window_is_refused():
     model = patched(tiny("mistral"))
     model.model.layers[1].self_attn.config.sliding_window = 30
-    refused(lambda: model(IDS), UnsupportedError, "packed for a sliding window of 20", "asks for 30", "sliding='model'")
+    refused(lambda: model(IDS), UnsupportedError, "packed for a sliding window of 20", "asks for 30", "sliding='exact'")
 
 
 def test_settings_of_single_layers():
@@ -222,9 +222,10 @@ def test_compiled_steps_pass_the_capacity():
         call(ids[:, 400:440], past_key_values=compiled)
 
 
-@pytest.mark.parametrize("sliding", ["packed", "unquantized"])
-def test_steps_are_captured_once(fake, sliding):
+@pytest.mark.parametrize("sliding", ["packed", "exact"])
+def test_steps_are_captured_once(fake, sliding, monkeypatch):
     """Blocks move between replays, at their addresses; a model whose layers are all packed is captured as any."""
+    in_packed_cache(monkeypatch)
     model = tiny("gemma3_text")
     want = model.generate(IDS, **GREEDY)
     patched(as_on_a_gpu(model), sliding=sliding)
@@ -235,7 +236,7 @@ def test_steps_are_captured_once(fake, sliding):
 
 
 def test_kernels_of_a_window_are_compiled_ahead():
-    """Those of calls of such a layer: they are compiled for a window."""
+    """Calls of such a layer have kernels that are compiled for a window."""
     spec = dataclasses.replace(patched(tiny("mistral"), "turbo")._qattn.specs[0], impl="triton")
     shape = LayerShape(spec, 4, 2, 64, torch.bfloat16, torch.device("cpu"), window=WINDOW)
     sizes = [x for one in launches(shape) for x in (*one.arguments, *one.options.values())]

@@ -50,7 +50,7 @@ def test_answers_are_those_of_stock(kind: str, tokens: int):
 def test_a_prefix_of_keys_and_values_is_refused():
     want, model = answer(prompted("prefix tuning"), 40), prompted("prefix tuning")
     base = patch(model.get_base_model(), "none")
-    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING fills a cache of its own.*unpatch\(model\)"):
+    with pytest.raises(UnsupportedError, match=r"PREFIX_TUNING fills its own cache.*unpatch\(model\)"):
         answer(model, 40)
     unpatch(base)
     assert torch.equal(answer(model, 40), want)

@@ -14,7 +14,7 @@ from qattn_hf.recipes.spelling import split_method, split_methods
 MISSING = ("./missing",)  # found after the method was read
 COMMANDS = {
     "demo": MISSING,
-    "check": MISSING,
+    "doctor": MISSING,
     "plan": ("--gpu-memory", "24GiB", *MISSING),
     "generate": (*MISSING, "--prompt", "hi"),
     "cache report": MISSING,
@@ -106,7 +106,7 @@ def test_python_reads_what_the_commands_read():
 
 
 def test_a_setting_has_one_place():
-    with pytest.raises(RecipeError, match="bits is given twice, behind the method's name and beside it"):
+    with pytest.raises(RecipeError, match="bits is given twice, in the method's text and separately"):
         patch(tiny_llama(), "turbo:bits=2", bits=4)
     with pytest.raises(RecipeError, match="bits is given twice"):
         find_recipe("turbo:bits=2,bits=4", None, {})

@@ -1,4 +1,4 @@
-"""Layers stacked in one packed layer say what each says in a packed layer of its own."""
+"""Layers stacked in one packed layer give the results of separate packed layers."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def test_errors_of_all_layers_at_once_cost_about_what_they_cost_a_patched_model(
     recipe = find_recipe(setting, None, {})
     trial = [Trial(i, spec) for i, spec in enumerate(recipe.layer_specs(module.config))]
     (found,) = losses(module, [trial], reading)
-    # left out: what the first layer's error changes of the second one's, and each row's last token
+    # left out: the effect of the first layer's error on the second layer, and each row's last token
     assert found == pytest.approx(compare(module, {setting: recipe}, reading)[0]["kl"], rel=0.25)

@@ -26,7 +26,7 @@ TOKENS, NEW = 100, 6
 OVER = {"method": "sage2", "cache": "model"}
 EXACT = {**OVER, "prefill_compute": "model"}  # nothing is rounded to codes: what is left is rounding of fp32
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-NOISE = 0.03  # of logits, root mean square: 0.011 with INT8 and E4M3, of which E4M3 has most
+NOISE = 0.03  # of logits, root mean square: 0.011 with INT8 and E4M3, mostly from E4M3
 
 
 def noise(got: torch.Tensor, want: torch.Tensor) -> float:

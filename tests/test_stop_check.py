@@ -22,14 +22,16 @@ def model(fake: FakeGraphs) -> LlamaForCausalLM:
 
 
 def eager(model: LlamaForCausalLM, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """What the same model generates without graphs; a model of its own."""
+    """Return the tokens of a new copy of the model without graphs."""
     return patch(unpatch(copy.deepcopy(model)), "turbo", decode="eager").generate(ids, do_sample=False, **kwargs)
 
 
 @pytest.mark.parametrize("returned", [True, False])
 def test_deferred_stop(fake, model, monkeypatch, returned):
-    """The stop is read one step late where steps are replayed: one step too many, which a cache that is returned then
-    forgets. One that is not keeps it, and could not be asked."""
+    """With replayed steps the stop is read one step late, which runs one step too many.
+
+    A cache that `generate` returns drops that step. An internal cache keeps it, where nobody can see it.
+    """
     event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
     monkeypatch.setattr(generation.torch, "Event", lambda **kwargs: event())
     kwargs = dict(max_new_tokens=58, eos_token_id=int(eager(model, IDS, max_new_tokens=58)[0, 100]), pad_token_id=0)

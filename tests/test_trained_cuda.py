@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qattn_hf import QAttnCache, patch
 from qattn_hf.assets import demo_model_dir
 from qattn_kernels.layer.skip_counts import SkipCounts
+from qattn_kernels.layer.step import Step
 from qattn_kernels.step import kernels as fused
 from qattn_kernels.step.reference import reference_step
 
@@ -43,9 +44,11 @@ class Compared:
     errors: list[tuple[int, float, float]] = field(default_factory=list)
     states: set[str] = field(default_factory=set)
 
-    def __call__(self, query, key, value, span, state, spec, scores, past, table):
+    def __call__(self, step: Step) -> Any:
+        query, key, value, span, memory, scores, _ = step
+        state, spec = memory.state, memory.spec
         copy, other = ({name: tensor.clone() for name, tensor in state.items()} for _ in range(2))
-        out, lse = self.kernels(query, key, value, span, state, spec, scores, past, table)
+        out, lse = self.kernels(step)
         want, _ = reference_step(query, key, value, span, copy, spec, scores)
         decode = spec.compute.decode if spec.compute.decode_levels < 127 else "model"
         floats = replace(spec, compute=replace(spec.compute, pv="model", decode=decode))
@@ -56,7 +59,7 @@ class Compared:
         return out, lse
 
     def worse(self, slack: float) -> list[tuple[int, float, float]]:
-        """Widths of which the kernels err more than `slack` times as much as the reference, with both errors."""
+        """Return the widths where the kernels' error is more than `slack` times the reference's, with both errors."""
         found = []
         for width in {width for width, _, _ in self.errors}:
             both = [errors for at, *errors in self.errors if at == width]
@@ -83,8 +86,8 @@ def test_every_call_of_a_trained_model(case: Case, monkeypatch: pytest.MonkeyPat
     if settings.get("softmax") == "sas":  # its cut depends on the parts that a context is read in
         settings = {**settings, "sas_threshold": -1e9}
     patch(model.to(DEVICE).eval(), case[0], **settings, impl="auto" if ON_GPU else "triton")
-    compared = Compared(fused.fused_step)  # from here on: `patch` asks what calls would launch, and runs nothing
-    monkeypatch.setattr(fused, "fused_step", compared)
+    compared = Compared(fused.run_step)  # from here on: `patch` asks what calls would launch, and runs nothing
+    monkeypatch.setattr(fused, "run_step", compared)
     ids = AutoTokenizer.from_pretrained(path)(TEXT * 12, return_tensors="pt").input_ids[:, : CUTS[-1]].to(DEVICE)
     cache, start = QAttnCache.for_model(model, max_cache_len=512), 0
     with torch.inference_mode():

@@ -103,7 +103,7 @@ def test_a_trial_counts_what_readers_of_its_keys_lose():
     low = find_recipes(["turbo:bits=2"])["turbo:bits=2"].layer_specs(model.config)[3]
     (found,) = losses(model, [Trial(3, low)], reading)
     layers = {"3-5": {"method": "turbo", "bits": 2}}
-    recipe = find_recipe("none", None, {"sliding": "model", "layers": layers})
+    recipe = find_recipe("none", None, {"sliding": "exact", "layers": layers})
     figures = compare(model, {"only layer 3": recipe}, reading)[0]
     # without the reader it is a fifth; compare leaves out each row's last token
     assert found == pytest.approx(figures["kl"], rel=0.1)
@@ -321,7 +321,7 @@ def test_a_candidate_with_constants_of_the_model_is_tried_with_them(readings, ca
 
 
 def test_few_trials_tell_the_others(readings):
-    """Two a layer; what is estimated lies within a factor of two of what a trial of its own says."""
+    """With two trials per layer, estimates are within a factor of two of a separate trial."""
     model, candidates = noisy_llama(), find_recipes([*CANDIDATES, "turbo:bits=2", "low3", "turbo"])
     tuner = Tuner(model, candidates, readings[0], AT, torch.float32, lambda _: None)
     names = tuner.screen()

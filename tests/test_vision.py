@@ -8,7 +8,7 @@ from refusals import llava
 
 from qattn_hf import patch, report, unpatch
 
-IMAGE, PATCHES = 100, 4  # the token that stands for a patch of the image, and how many there are
+IMAGE, PATCHES = 100, 4  # the token of an image patch, and the number of patches
 
 
 @pytest.mark.parametrize("method", ["int8", "turbo"])

@@ -14,7 +14,7 @@ from qattn_hf.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-IMAGE, SIDE = 100, 28  # the token that stands for a part of the image, and the image's pixels
+IMAGE, SIDE = 100, 28  # the token of an image part, and the image's pixels
 STEPS = {"max_new_tokens": 66, "min_new_tokens": 66, "do_sample": False}  # past a block of 64
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 SMALL = {"image_size": SIDE, "patch_size": 14}
@@ -102,7 +102,7 @@ def test_images_whose_tokens_see_each_other_are_refused_and_never_read_as_causal
     want = model.generate(**inputs, **STEPS)
     patch(model, "none", impl="reference", family=False)
     for call in (model, lambda **kwargs: model.generate(**kwargs, **STEPS)):
-        with pytest.raises(UnsupportedError, match=r"images whose tokens see each other.*unpatch\(model\)"):
+        with pytest.raises(UnsupportedError, match=r"images whose tokens attend to each other.*unpatch\(model\)"):
             call(**inputs)
     assert torch.equal(unpatch(model).generate(**inputs, **STEPS), want)
 

@@ -110,7 +110,7 @@ def test_a_cache_knows_codes_in_buffers(tmp_path):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_loss_around_the_decoder_stays(when):
-    """Liger-Kernel's default replaces the model's own forward, by one that calls the decoder."""
+    """Liger-Kernel replaces the model's forward by one that calls the decoder."""
     model, called = tiny_llama(), []
     want = model.generate(**GREEDY)
     if when == "after":
@@ -125,7 +125,7 @@ def test_a_loss_around_the_decoder_stays(when):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_liger_kernel(when, monkeypatch):
-    """Its forwards stay; that around the decoder computes. Those of norms and MLPs need a GPU and do not run."""
+    """Its forwards stay. The one around the decoder runs; forwards of norms and MLPs need a GPU and do not run."""
     liger = pytest.importorskip("liger_kernel.transformers", reason="fused parts of Liger-Kernel need liger-kernel")
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)  # put back later
     for name in ("LlamaRMSNorm", "LlamaMLP"):

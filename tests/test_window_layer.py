@@ -26,7 +26,7 @@ from qattn_kernels.reference.operands import fp8_values
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 CLOSE = {"rtol": 0, "atol": 2e-5}  # fp32 sums over fewer masked tiles; a code is 1e-2
-BARE: Case = ("turbo", {"sink_num": 0})  # as turbo's windows are: they leave their sinks behind
+BARE: Case = ("turbo", {"sink_num": 0})  # as in turbo's windows, which drop their sinks
 WITHOUT_SINKS = [
     case
     for case in [BARE, *cases(), *FIXED]
@@ -110,7 +110,7 @@ def test_methods_hold_the_codes_of_an_unbounded_layer(case):
 @pytest.mark.parametrize("case", WITHOUT_SINKS, ids=case_id)
 @pytest.mark.product("turbo-bits=mixed-smooth_k=True")
 def test_a_first_call_without_padding_does_not_wait_for_the_device(case, monkeypatch):
-    """The host knows which blocks it leaves behind: the layer holds and gives what one does that asks the device."""
+    """The host knows which blocks to drop, and the layer equals one that asks the device."""
     for window, tokens in ((1, 575), (64, 576), (200, 640), (-70, 897)):
         qkv, scores = random_qkv(2, tokens + 40), Scores(0.125, window=window)
         layer, asks = windowed(case, window), windowed(case, window)
@@ -194,7 +194,7 @@ def test_any_history_gives_what_an_unbounded_layer_gives(case, window, history):
 
 
 def test_memory_stays_where_it_is():
-    """Once as large as the window asks for, no tensor moves: captured steps stay valid, also behind a long call."""
+    """At its full size no tensor of the layer moves, so captured steps stay valid, even after a long call."""
     layer, qkv = windowed(BARE, 100), random_qkv(1, 2000)
     layer.plan(2000)
     call(layer, qkv, 0, 700, 100)

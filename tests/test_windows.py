@@ -14,7 +14,7 @@ from qattn_hf.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-WINDOW = 90  # no multiple of a block, and smaller than a cache that holds as many tokens
+WINDOW = 90  # not a multiple of a block, and smaller than a cache with this number of tokens
 SIZES: dict[str, Any] = {**GQA, "sliding_window": WINDOW, "max_position_embeddings": WINDOW}
 # what the config of a type needs to have a window, in all layers or in some
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def tiny(family: str = "mistral", **changes: Any) -> PreTrainedModel:
 
 
 def turns(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
-    """Logits of a prompt and of single steps behind it, up to the last token in the window."""
+    """Return the logits of a prompt and of later single steps, up to the last token in the window."""
     out = model(IDS[:, : WINDOW - 3], past_key_values=cache)
     steps = [model(IDS[:, i : i + 1], past_key_values=out.past_key_values) for i in range(WINDOW - 3, WINDOW)]
     return torch.cat([x.logits for x in (out, *steps)], 1)
@@ -128,7 +128,7 @@ def test_over_transformers_own_caches(family, kind):
 
 
 def test_learned_sinks_take_part():
-    """gpt-oss gives each query head a logit that stands for no token; served where no layer has a window."""
+    """gpt-oss gives each query head a logit without a token. It works if no layer has a window."""
     experts = {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
     rope = {"rope_type": "default", "rope_theta": 1e4}
     kinds = ["full_attention"] * GQA["num_hidden_layers"]

@@ -1,8 +1,8 @@
-"""Baselines of SinkQ's Tables 7 and 8: tokens of a prompt dropped (StreamingLLM, H2O, SnapKV), or rounded to 4 or 2
-bits by how much attention they get (ZipCache).
+"""Baselines of SinkQ's Tables 7 and 8, as references of their effect on attention.
 
-References of what they do to attention. The first call is the prompt, read as it is; what is dropped or rounded is
-chosen then, from the attention of its last queries, as SinkQ's appendix compares them. Later tokens stay whole.
+StreamingLLM, H2O and SnapKV drop tokens of a prompt. ZipCache rounds them to 4 or 2 bits by the attention they get. The
+first call is the prompt and is read unchanged. The attention of its last queries then chooses the tokens to drop or
+round, as in SinkQ's appendix. Later tokens stay unchanged.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Evict:
 
 @dataclass
 class ZipCache:
-    """An attention over a prompt of which the most attended tokens have 4 bits and the others 2.
+    """Attention over a prompt with 4 bits for the most attended tokens and 2 bits for the others.
 
     Keys are rounded by channel, values by token after each channel is divided by the root of its largest magnitude.
 
     Attributes:
-        share: of the tokens that have 4 bits.
-        kept: of each layer, keys and values of the prompt; set by the first call of a text.
+        share: of the tokens, that get 4 bits.
+        kept: keys and values of the prompt, by layer; the first call of a text sets them.
     """
 
     share: float = 0.2

@@ -1,7 +1,7 @@
-"""GEAR-L, the baseline of TurboAttention's Tables 2 and 6: quantized keys and values, and their error in low rank.
+"""GEAR-L, the baseline of TurboAttention's Tables 2 and 6: quantized keys and values with a low-rank error correction.
 
-Reference of what it does to attention, which packs nothing: at every call all tokens that GEAR would have packed are
-rounded anew and their error is taken anew, where GEAR takes it once for a prompt and once a buffer. That favours GEAR.
+This reference shows the effect on attention and packs nothing. At every call it rounds all tokens that GEAR would have
+packed and computes their error again. GEAR does this once per prompt and per buffer, so the reference favours GEAR.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def by_token(x: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Gear:
-    """An attention over keys and values as GEAR-L keeps them.
+    """Attention over keys and values as GEAR-L stores them.
 
     Attributes:
         bits: of the codes.
-        rank: of the part of each head's error that is kept beside them; 0 is none.
-        group: KIVI's, of tokens of keys and channels of values; None: KCVT, whole channels of keys and whole tokens.
-        buffer: newest tokens in full precision, and tokens that are packed at once.
+        rank: of the error correction of each head; 0 for none.
+        group: KIVI's group of key tokens and value channels; None for KCVT, which scales whole key channels and value
+            tokens.
+        buffer: newest tokens in full precision, which are packed together.
     """
 
     bits: int

@@ -1,11 +1,11 @@
-"""What the papers' tables share: a text read by named methods, made layers with attention sinks, tasks, the print.
+"""Code that the papers' tables share: texts read with named methods, made layers with attention sinks, tasks, printing.
 
-A table is a module of this folder with `ABOUT`, `measure(run)`, which yields rows made by `row`, and `broken(rows)`,
-which says which of the claims that must hold do not. `CLAIMS`, where it has any, are claims of the paper that our rows
-may contradict: that is said and fails nothing. `eval/paper.py` runs it.
+A table is a module of this folder with three names: `ABOUT`; `measure(run)`, which yields rows made by `row`; and
+`broken(rows)`, which returns the required claims that do not hold. An optional `CLAIMS` lists claims of the paper that
+our rows may contradict, which is printed and is no failure. `eval/paper.py` runs a table.
 
-Claims about a text are mostly checked on `attention_l1`, the error of each layer's attention alone: KL of a short text
-hangs on few tokens.
+Claims about a text are mostly checked on `attention_l1`, the error of each layer's attention alone, because the KL of a
+short text depends on few tokens.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MASS = 0.25  # of the attention that tokens of the smallest keys get: less is no
 
 @dataclass(frozen=True)
 class About:
-    """What a table is.
+    """Description of a table.
 
     Attributes:
         title: paper and number.
-        model: the paper's first model, as the hub calls it; "" for tables that need none.
-        tasks: those of lm-eval, or ours, that the paper's figures are of.
-        missing: what cannot be had here, and why.
+        model: hub name of the paper's first model; "" for tables without a model.
+        tasks: lm-eval's tasks, or ours, for the paper's figures.
+        missing: what cannot be reproduced here, and why.
     """
 
     title: str
@@ -63,12 +63,12 @@ class About:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says that need not come out.
+    """A claim of a paper that our rows may contradict.
 
     Attributes:
         says: the claim, with its place in the paper.
-        against: what of a table's rows contradicts it, a line each; none where they bear it out.
-        why: the likely reason where they do.
+        against: returns a line for each contradiction in a table's rows.
+        why: the likely reason of a contradiction.
     """
 
     says: str
@@ -78,7 +78,7 @@ class Claim:
 
 @dataclass
 class Run:
-    """A model, what it reads, and the tasks that were asked for with lm-eval's options."""
+    """A model, its texts, and the requested tasks with lm-eval's options."""
 
     name: str
     model: Any
@@ -91,7 +91,7 @@ class Run:
 
 
 def row(source: str, setting: str, paper: Mapping[str, Any], ours: Mapping[str, Any]) -> Row:
-    """One line: `source` is the model or what was made, `paper` its figures there as printed, `ours` what was found."""
+    """Make one row: `source` is the model or made layer, `paper` the printed figures, `ours` the measured ones."""
     return {
         "source": source,
         "setting": setting,
@@ -121,7 +121,7 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
         for name, way in ways.items():
             if isinstance(way, str):
                 continue
-            out = way(call)  # of an unscored call too, which may be the prompt that it remembers
+            out = way(call)  # in an unscored call as well, which may be the prompt that a baseline keeps
             if skip < call.query.shape[2]:
                 layers = others.setdefault(name, [])
                 if call.layer == len(layers):
@@ -159,7 +159,7 @@ def logits(run: Run, way: Way, ids: torch.Tensor) -> tuple[torch.Tensor, Row]:
 
 
 def scores(run: Run, ways: Mapping[str, Way | None]) -> Iterator[tuple[str, Row]]:
-    """What lm-eval's tasks give each way, None being full precision: its name, and task, metric, value, stderr, n."""
+    """Yield lm-eval's scores of each way by name: task, metric, value, stderr, n. A way of None is full precision."""
     if not run.tasks:
         return
     from qattn_hf.lm_eval.run import rows
@@ -211,8 +211,10 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def layer_error(method: str, layer: Layer, chunk: int = CHUNK, **others: Any) -> dict[str, float]:
-    """Cosine, relative L1 and RMSE of the outputs that a packed layer gives, the prompt's first third left out;
-    `others` are settings that no text says."""
+    """Return cosine, relative L1 and RMSE of a packed layer's outputs, without the first third of the prompt.
+
+    `others` are settings that a method's text cannot express.
+    """
     name, settings = split_method(method)
     q, k, v = layer
     packed = QAttnLayer(get_method(name)(**settings, **others).last_layer_spec(k.shape[1]))
@@ -228,7 +230,7 @@ def layer_error(method: str, layer: Layer, chunk: int = CHUNK, **others: Any) ->
 
 
 def not_below(found: Mapping[str, float], orders: Iterable[tuple[str, str]], what: str) -> list[str]:
-    """Those of `(less, more)` that do not hold."""
+    """Return the pairs `(less, more)` that do not hold, one line each."""
     return [
         f"{what}: {less} ({found[less]:.4g}) is not below {more} ({found[more]:.4g})"
         for less, more in orders
@@ -261,7 +263,7 @@ def sources(rows: list[Row], *but: str) -> list[str]:
 
 
 def text_rows(run: Run, ways: Mapping[str, Way | None], paper: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
-    """A row a way for the text, then one a way, task and metric; None, full precision, is in the tasks alone."""
+    """Yield a row per way for the text, then one per way, task and metric. Full precision (None) has only tasks."""
     source = short_name(run.name)
     for name, found in through(run, {name: way for name, way in ways.items() if way is not None}).items():
         yield row(source, name, paper.get(name, {}), found)
@@ -270,7 +272,7 @@ def text_rows(run: Run, ways: Mapping[str, Way | None], paper: Mapping[str, Mapp
 
 
 def shown(rows: list[Row]) -> str:
-    """The paper's figures beside ours, as Markdown."""
+    """Return the paper's figures next to ours, as Markdown."""
 
     def words(figures: Mapping[str, Any]) -> str:
         return ", ".join(f"{key} {value}" for key, value in figures.items() if value is not None)
@@ -287,8 +289,7 @@ def contradicted(table: Any, rows: list[Row]) -> list[tuple[Claim, list[str]]]:
 
 
 def finish(table: Any, rows: Iterable[Row]) -> list[str]:
-    """Print rows as they come, the table, what is missing, what contradicts the paper; return what must hold and does
-    not."""
+    """Print rows as they arrive, the table, missing parts and contradictions. Return the required claims that fail."""
     found, about = [], table.ABOUT
     for one in rows:
         found.append(one)

@@ -1,18 +1,18 @@
-"""INT-FlashAttention, Tables 1 and 2: error of attention by number format, beside the paper's figures.
+"""INT-FlashAttention, Tables 1 and 2: error of attention by number format, next to the paper's numbers.
 
     python eval/papers/int_flash.py                      # lengths 1k to 16k, a few minutes on a CPU
     python eval/papers/int_flash.py --lengths 1024,2048  # some of them
     python eval/record.py paper-int-flash -- python eval/papers/int_flash.py
 
-One layer of attention over random Q, K, V of head dim 64 in fp16, not causal; mean relative error
-`mean|o - o'| / mean|o|` against fp32. Scores are scaled by 1/8 for N(0, 1) and by nothing for U(-0.5, 0.5): that is how
-the paper's figures come out. Every cell averages 4096 queries, of several heads where these are short.
+One layer of attention over random Q, K, V of head dim 64 in fp16, not causal. The error is the mean relative error
+`mean|o - o'| / mean|o|` against fp32. Scores are scaled by 1/8 for N(0, 1) and not scaled for U(-0.5, 0.5), which
+reproduces the paper's numbers. Every cell averages 4096 queries, over several heads for short lengths.
 
-Fails if the paper's claim does not hold in some cell: half-INT8 below full-INT8 below FP8. Beyond it: `row_max: known`
-takes the weights from the final maximum of a row, as the paper's figures need; `online` from the running one, block by
-block, as a kernel does. V by blocks of 64 tokens, a Hadamard rotation of Q and K, and 4-bit Q and K are what the paper
-names as future work; `e4m3` scales each tensor to its format, where the paper's FP8 is a plain cast to E5M2. The cells
-of N(0, 1) full at 1k and 2k and of FP8, and of U full at 16k, are out of reach of a right implementation.
+Fails if the paper's claim does not hold in some cell: half-INT8 below full-INT8 below FP8. More rows are not in the
+paper. `row_max: known` takes the weights from a row's final maximum, as the paper's numbers need; `online` from the
+running maximum, block by block, as a kernel does. V by blocks of 64 tokens, a Hadamard rotation of Q and K, and 4-bit Q
+and K are the paper's future work. `e4m3` scales each tensor to its format; the paper's FP8 is a plain cast to E5M2. A
+right implementation cannot reach the cells N(0, 1) full at 1k and 2k, N(0, 1) FP8, and U full at 16k.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def rounded_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, form: Format | None = None) -> torch.Tensor:
-    """Attention `[S, D]` in fp32, exact or with the weights of a format; row sums are those of what PV reads."""
+    """Compute attention `[S, D]` in fp32, exact or with rounded weights. Row sums are those of the rounded weights."""
     out = []
     for rows in q.split(ROWS):
         s = rows @ k.T * scale
@@ -160,9 +160,7 @@ def rows(lengths: Sequence[int], queries: int = QUERIES) -> Iterator[dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Tables 1 and 2 of INT-FlashAttention, the paper's figures beside ours."
-    )
+    parser = argparse.ArgumentParser(description="Tables 1 and 2 of INT-FlashAttention, next to our figures.")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help=f"some of {LENGTHS}, comma between")
     options = parser.parse_args(arguments)
     lengths = [int(length) for length in options.lengths.split(",")]

@@ -1,4 +1,4 @@
-"""INT-FlashAttention with the paper's scale of values, which only the reference computes: `paper_int_flash`."""
+"""The method `paper_int_flash`: INT-FlashAttention with the paper's scale of values, without kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SageAttention2 with what the paper compares or prints, and only the reference computes: the method `paper_sage2`."""
+"""The method `paper_sage2`: SageAttention2 with settings only for comparisons with the paper, without kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SinkQ with what the paper compares or prints, and only the reference computes: the method `paper_sinkq`."""
+"""The method `paper_sinkq`: SinkQ with settings only for comparisons with the paper, without kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TurboAttention with what the paper compares or prints, and only the reference computes: the method `paper_turbo`."""
+"""The method `paper_turbo`: TurboAttention with settings only for comparisons with the paper, without kernels."""
 
 from __future__ import annotations
 

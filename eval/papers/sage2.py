@@ -1,17 +1,19 @@
-"""SageAttention2, Tables 2, 3, 5, 6, 8 and 9 in kind: accuracy of attention at INT4, beside the paper's CogvideoX.
+"""SageAttention2, Tables 2, 3, 5, 6, 8 and 9 in kind: accuracy of INT4 attention, without the paper's CogvideoX.
 
     python eval/papers/sage2.py                                # made Q, K, V, and those of the demo model
     python eval/papers/sage2.py --model MODEL --text FILE.txt  # of other models (--model A --model B)
 
-`granularity` (Tables 2, 3): scales of Q and K a token, a thread, a block or a tensor, smoothed, products with V in
-model precision. `pv` (5, 6): number formats of weights and V, whose scales are by channel (the method's own `pv: int8`
-has them by token). `smooth` (8, 9): what is done to Q and K, products with V in E4M3. Of attention outputs, the cosine
-similarity in per cent, relative L1 and RMSE; average and worst layer. Made layers have channel biases in Q, K and V
-like the paper's Fig. 4, more of them in later layers.
+- `granularity` (Tables 2, 3): scales of Q and K per token, thread, block or tensor, smoothed. Products with V are
+  unquantized.
+- `pv` (5, 6): number formats of weights and V. V has scales by channel; the method's `pv: int8` has scales by token.
+- `smooth` (8, 9): smoothing of Q and K, with products with V in E4M3.
+
+Rows have the cosine similarity of attention outputs in per cent, relative L1 and RMSE, for the average and the worst
+layer. Made layers have channel biases in Q, K and V like the paper's Fig. 4, with more biases in later layers.
 
 Fails if on some input an order of the paper does not hold in relative L1, on average and in the worst layer: token
-below thread below block below tensor; smoothing K, or Q, below none; both below either. Its other orders, `CLAIMS`, are
-said where they do not hold.
+below thread below block below tensor; smoothing K, or Q, below none; both below either. Other orders are `CLAIMS`, and
+the command prints those that do not hold.
 """
 
 from __future__ import annotations
@@ -59,21 +61,21 @@ ORDERS: dict[str, Orders] = {  # smaller error first
     "pv": [("model", "e5m2"), ("e4m3", "e5m2")],
     "smooth": [("k", "none"), ("q", "none"), ("both", "k"), ("both", "q")],
 }
-CLAIMS: tuple[tuple[str, str, Orders, str], ...] = (  # what the paper says, in which table, its order, and the likely
-    # reason where ours has another
+# A claim of the paper, its table, its order, and the likely reason if ours differs.
+CLAIMS: tuple[tuple[str, str, Orders, str], ...] = (
     (
         "smoothing Q is better than smoothing K, and K better than the other baselines",
         "smooth",
         [("q", "k"), ("k", "hadamard"), ("k", "smooth_attn")],
-        "which is better hangs on whose channels are biased more, and these keys' are; a rotation spreads outliers of "
-        "every kind, a mean takes off biases alone",
+        "smoothing helps the side with larger biases, which here are the keys; a rotation spreads outliers of every "
+        "kind, while a subtracted mean removes only biases",
     ),
     (
         "weights and values in E4M3 are better than in INT8, which breaks down",
         "pv",
         [("e4m3", "int8"), ("e5m2", "int8")],
-        "INT8 drops the weights below 1/254 of a row's largest, and these weigh the more the longer and flatter a row "
-        "is: here rows have 1,024 tokens, a video's many thousands",
+        "INT8 drops weights below 1/254 of a row's largest; their total grows with longer and flatter rows, and rows "
+        "have 1,024 tokens here and many thousands in a video",
     ),
 )
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # Q `[Hq, S, D]`, K and V `[H, S, D]`, fp32
@@ -139,7 +141,7 @@ def pv_product(p: torch.Tensor, v: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, at: Setting | None = None) -> torch.Tensor:
-    """Attention `[Hq, S, D]`, exact or as a setting rounds; row sums are those of unrounded weights."""
+    """Compute attention `[Hq, S, D]`, exact or rounded as in `at`. Row sums are those of the unrounded weights."""
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     extra = torch.zeros(())
     if at is not None:
@@ -212,7 +214,7 @@ def of_model(path: Path, text: str) -> list[Layer]:
 
 
 def broken(source: str, table: str, found: Found, orders: Orders | None = None) -> list[str]:
-    """The orders that do not hold in relative L1, by default those of the table that must."""
+    """Return the orders that do not hold in relative L1. The default is the orders that the table requires."""
     return [
         f"{source}, {table}, {which}: {less} is not below {more}"
         for less, more in orders or ORDERS[table]
@@ -222,7 +224,7 @@ def broken(source: str, table: str, found: Found, orders: Orders | None = None) 
 
 
 def contradicted(found: list[dict[str, Any]]) -> Iterator[tuple[str, list[str], str]]:
-    """Of the rows of a run, what the paper says beside what does not hold in them, and why; only where something."""
+    """Yield each claim of the paper that a run's rows contradict, with the contradictions and the likely reason."""
     of: dict[tuple[str, str], Found] = {}
     for row in found:
         of.setdefault((row["source"], row["table"]), {})[row["setting"]] = row
@@ -249,7 +251,7 @@ def rows(source: str, layers: list[Layer], causal: bool) -> Iterator[tuple[dict[
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="SageAttention2's accuracy tables, the paper's figures beside ours.")
+    parser = argparse.ArgumentParser(description="SageAttention2's accuracy tables, next to our figures.")
     parser.add_argument("--model", type=Path, action="append", help="folder of a model; the demo model by default")
     parser.add_argument("--text", type=Path, help="whose beginning it reads; sums by default")
     options = parser.parse_args(arguments)

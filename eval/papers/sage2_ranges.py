@@ -1,10 +1,11 @@
-"""SageAttention2, Figs 4 and 5: channels that stand out in Q, K and V, and INT4 codes of Q before and after smoothing.
+"""SageAttention2, Figs 4 and 5: outlier channels in Q, K and V, and INT4 codes of Q before and after smoothing.
 
-Of each layer, made ones and the model's: the mean of a channel by its deviation, largest channel, mean over heads
-(Fig. 4), and the bits of information in the codes of Q, of at most 3.9 with 15 levels (Fig. 5).
+Rows are made layers and the model's layers. They have the mean of a channel divided by its deviation, for the largest
+channel, averaged over heads (Fig. 4), and the bits of information in the codes of Q, at most 3.9 with 15 levels (Fig.
+5).
 
-Fails if in some made layer, which is biased as in Fig. 4, smoothing does not give the codes more information. Of a
-model's own layers that is said, not asserted.
+Fails if in some made layer, which is biased as in Fig. 4, smoothing does not give the codes more information. For a
+model's layers this is printed and is no failure.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ CLAIMS = (
     Claim(
         "smoothed queries use the range of INT4 more uniformly (Fig. 5)",
         less_informed,
-        "the codes of all channels are counted together, and biases of many sizes fill the range too, though they tell "
-        "no query from another",
+        "the measure counts the codes of all channels together, and biases of many sizes fill the range as well, "
+        "although they do not distinguish queries",
     ),
 )

@@ -1,10 +1,10 @@
-"""SageAttention2, Tables 4 and 13, Fig. 7: sums of 13 mantissa bits, the FP32 buffer, smoothing V; no model is read.
+"""SageAttention2, Tables 4 and 13, Fig. 7: sums with 13 mantissa bits, the FP32 buffer, smoothing V; no model is read.
 
-FP8 products of Ada are added up in FP22 (1 sign, 8 exponent and 13 mantissa bits), made here by rounding an FP32 sum
-after every 32 tokens. The buffer adds up each block of 64 apart, in FP32. Made values have channels between 8 and 9.
+Ada adds up FP8 products in FP22 (1 sign, 8 exponent and 13 mantissa bits). Here an FP32 sum is rounded after every 32
+tokens. The buffer sums each block of 64 separately, in FP32. Made values have channels between 8 and 9.
 
-Fails if FP22 changes a number of 13 mantissa bits, or leaves all of 23 as they are; if the error of sums is not less
-with the buffer; or if attention's error is not less with smoothed values.
+Fails if FP22 changes a number with 13 mantissa bits or keeps all 23; if the buffer does not lower the error of sums; or
+if smoothed values do not lower attention's error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from papers.common import About, Row, Run, column, not_below, row
 ABOUT = About(
     title="SageAttention2, Tables 4 and 13, Fig. 7",
     model="",
-    missing="Table 4 is of Ada's tensor cores, Table 13 of layers of CogvideoX, and Fig. 7 is a row without numbers. "
-    "How FP22 rounds is not said: here to the nearest.",
+    missing="Table 4 measures Ada's tensor cores, Table 13 layers of CogvideoX, and Fig. 7 has no numbers. The paper "
+    "does not say how FP22 rounds; this table rounds to nearest.",
 )
 TOKENS, DIM, MMA, BLOCK, QUERIES = 4096, 64, 32, 64, 64
-TABLE_4 = {"E8M13": "0", "E8M23": "that of FP22"}  # error to FP32 of what stands in the accumulator
+TABLE_4 = {"E8M13": "0", "E8M23": "that of FP22"}  # error of the accumulator relative to FP32
 TABLE_13 = {"as they are": (98.25, 0.1980, 0.2387), "smoothed": (99.75, 0.0406, 0.0773)}
 NUMBERS, SUMS, VALUES = "numbers", "sums of P V", "values"
 

@@ -1,9 +1,8 @@
 """SageAttention2, Tables 1 and 10, the text models: attention in INT4 and INT8, smoothed or not, on a whole text.
 
-Each row is read in one call, as the paper's perplexities are, by the arithmetic of `sage2.py`. In Table 1 weights and
-values stay in model precision, in Table 10 they are E4M3, except for SageAttention's. SageAttn-8b smooths queries, as
-the paper's Algorithm 1 does whatever the bits; `method sage2` is the default of our method, 8 bits that leave them.
-`sage2:smooth_q=tensor` is the paper's.
+Each row is read in one call, as for the paper's perplexities, with the arithmetic of `sage2.py`. Weights and values are
+unquantized in Table 1 and E4M3 in Table 10, except for SageAttention. SageAttn-8b smooths queries, as the paper's
+Algorithm 1 does for all bits (`sage2:smooth_q=tensor`). `method sage2` is our default, 8 bits without smoothed queries.
 
 Fails if attention's error is not less with smoothing than without, with INT8 than with INT4, and with SageAttn-4b than
 with either baseline.
@@ -25,9 +24,9 @@ from qattn_hf.reading.texts import read_as
 ABOUT = About(
     title="SageAttention2, Tables 1 and 10 (text)",
     model="meta-llama/Llama-3.1-8B",
-    missing="perplexity of WikiText, LAMBADA, MMLU and LongBench need the paper's models; the same tasks through the "
-    "packed cache are `qattn eval --method sage2:bits=4`. Models of pictures and video are not text. SageAttn-8b is "
-    "not the default of our method, which leaves queries of 8 bits unsmoothed: that is the row `method sage2`.",
+    missing="perplexity of WikiText, LAMBADA, MMLU and LongBench need the paper's models; `qattn eval --method "
+    "sage2:bits=4` runs the same tasks through the packed cache. Image and video models are left out. Our default "
+    "differs from SageAttn-8b: it does not smooth 8-bit queries (row `method sage2`).",
 )
 NONE, SMOOTH, EIGHT, FOUR = "INT4, not smoothed", "INT4, smoothed", "SageAttn-8b", "SageAttn-4b"
 HADAMARD, SMOOTH_ATTN, FIRST = "HadmdAttn", "SmoothAttn", "SageAttention"

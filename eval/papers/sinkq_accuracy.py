@@ -1,7 +1,7 @@
 """SinkQ, Tables 1, 2 and 6: full precision, KIVI and SinkQ at 2 bits on reasoning, code and long texts.
 
-`KIVI, R 32` is ours: KIVI with SinkQ's own residual, so that the sinks alone make the difference. Fails if SinkQ's
-attention is not nearer to full precision than KIVI's of that residual, on made layers and on a model that has sinks.
+`KIVI, R 32` is our addition: KIVI with SinkQ's residual, so that only the sinks differ. Fails if SinkQ's attention is
+not nearer to full precision than KIVI's with that residual, on made layers and on a model that has sinks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ABOUT = About(
     title="SinkQ, Tables 1, 2 and 6",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("qattn_gsm8k",),
-    missing="the paper's accuracies need its models and days of a GPU: --tasks takes qattn_gsm8k, qattn_bbh, "
-    "qattn_longbench_sinkq and humaneval one after another. The scan cuts off SinkQ's column of Mistral in Table 1, "
-    "and its Table 5 is one generated text.",
+    missing="the paper's accuracies need its models and days of GPU time, with --tasks qattn_gsm8k, qattn_bbh, "
+    "qattn_longbench_sinkq and humaneval in turn. Our scan of the paper lacks SinkQ's Mistral column in Table 1. Table "
+    "5 is one generated text.",
 )
 MADE = "made, two sinks"
 KIVI, NARROW, SINKQ = "KIVI", "KIVI, R 32", "SinkQ"
@@ -131,8 +131,8 @@ def broken(rows: list[Row]) -> list[str]:
 
 
 WIDER = (
-    "KIVI keeps the 128 newest tokens in model precision and SinkQ 32, which weighs more in short rows than sinks do "
-    "unless a model has them; of one residual (`KIVI, R 32`) SinkQ loses less"
+    "KIVI keeps the 128 newest tokens unquantized and SinkQ 32; without attention sinks this matters more in short "
+    "rows than the pool. At the same residual (`KIVI, R 32`) SinkQ loses less"
 )
 CLAIMS = (
     Claim(

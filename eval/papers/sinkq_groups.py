@@ -1,8 +1,8 @@
 """SinkQ, Table 3: group sizes and residual lengths.
 
-The text is read in calls of 35 tokens, whatever `--chunk` and `--steps` say: their ends fall on all places of a group,
-so that each residual leaves other tokens packed. In calls that end where groups do, all residuals of a group's size are
-one.
+The text is read in calls of 35 tokens, whatever `--chunk` and `--steps` are. The calls then end at all positions of a
+group, and each residual leaves other tokens packed. In calls that end with a group, all residuals of the group's size
+would be equal.
 
 Fails if, at some group size, a residual of 32 tokens does not lose less than none, or one of 128 not less than 32.
 """
@@ -21,8 +21,8 @@ ABOUT = About(
     title="SinkQ, Table 3",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("gsm8k", "gsm8k_cot"),
-    missing="the paper's accuracies are of GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. Its pool "
-    "is chosen once for a whole prompt (paper_sinkq:sink_prefill=whole), ours competes block by block.",
+    missing="the paper measures GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. It chooses the pool "
+    "once for a whole prompt (paper_sinkq:sink_prefill=whole); ours competes block by block.",
 )
 CHUNK = 35
 RESIDUALS = (0, 8, 16, 32, 64, 128)
@@ -76,7 +76,7 @@ CLAIMS = (
             "kl",
             orders=[(f"G {g}, R {more}", f"G {g}, R {less}") for g in PAPER for less, more in pairwise(RESIDUALS)],
         ),
-        "the residuals are so near one another that the text decides",
+        "the residuals are so close that the text decides",
     ),
     Claim(
         "at one residual the group size shows no clear pattern",

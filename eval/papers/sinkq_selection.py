@@ -1,11 +1,12 @@
-"""SinkQ, Fig. 1, 4 to 6 and appendix D: which tokens to keep in full precision, and which the smallest keys are.
+"""SinkQ, Fig. 1, 4 to 6 and appendix D: which tokens to keep in full precision, and which have the smallest keys.
 
-Fig. 1f on made layers with two sinks: error of attention when N tokens are kept by one criterion or another, in the
-statistics of their group or out of them. Fig. 1c: of the N smallest keys, the share that is among the N tokens of most
-attention. Figs 1, 4, 5 and 6 show where keys stand out: of each layer of the model, the attention that its smallest
-three keys get, and their size by the mean. `qattn inspect` draws them. Appendix D sorts tokens by their accumulated
-attention: of each layer, the share of all attention that the first of them hold, and how many times that of the median
-token the largest has, in powers of two.
+- Fig. 1f, on made layers with two sinks: error of attention when N tokens chosen by some criterion are kept, inside or
+  outside the statistics of their group.
+- Fig. 1c: share of the N smallest keys that are also among the N tokens with most attention.
+- Figs 1, 4, 5 and 6: for each layer of the model, the attention of its three smallest keys, and their size relative to
+  the mean. `qattn inspect` draws these figures.
+- Appendix D sorts tokens by accumulated attention: for each layer, the first tokens' share of all attention, and the
+  largest attention divided by the median, in powers of two.
 
 Fails if, for some N that covers the sinks, the smallest keys are not better than random ones, or the largest are better
 than random ones, or leaving the sinks in the statistics is better; or if the made sinks are not the smallest keys.
@@ -26,9 +27,9 @@ from qattn_hf.recipes.recipe import find_recipes
 ABOUT = About(
     title="SinkQ, Fig. 1, 4, 5 and 6, appendix D",
     model="meta-llama/Llama-2-7b-chat-hf",
-    missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B and print no numbers; Fig. 1a, b, d, e and 4 to "
-    "6 are drawn for any model by `qattn inspect MODEL --text FILE --pictures FOLDER`. Appendix D plots each token's "
-    "score in order, once in powers of two; here are numbers of it.",
+    missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B, without numbers. `qattn inspect MODEL --text "
+    "FILE --pictures FOLDER` draws Fig. 1a, b, d, e and 4 to 6 for any model. Appendix D plots sorted scores of "
+    "tokens; this table has numbers instead.",
 )
 MADE = "made, two sinks"
 CRITERIA = ("smallest_key", "largest_key", "attention", "random")
@@ -93,7 +94,7 @@ CLAIMS = (
     Claim(
         "keeping the tokens of the smallest keys is the best criterion (Fig. 1f)",
         in_order("relative_l1", orders=[(f"{n} smallest_key", f"{n} attention") for n in COUNTS]),
-        "beyond the sinks small keys mean nothing, while attention is what an error is weighted by; it is known "
-        "only after a token was read, its key before",
+        "beyond the sinks small keys mean nothing, while attention weights every error; but attention is known only "
+        "after a token was read, and its key before",
     ),
 )

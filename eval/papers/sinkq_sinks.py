@@ -1,8 +1,8 @@
-"""SinkQ, Table 4: how many sinks, and first layers without any.
+"""SinkQ, Table 4: the number of sinks, and first layers without sinks.
 
-Read from the text, and on made layers that have two sinks. Fails if one sink does not lose less than none on the made
-layers, or if the fourth to sixth gain as much as the first three there; on a model that has sinks, if one does not lose
-less than none, or six layers without a pool lose less than none without.
+The rows are of the text, and of made layers with two sinks. Fails if one sink does not lose less than none on the made
+layers; if the fourth to sixth sink gain as much there as the first three; or if, on a model with sinks, one sink does
+not lose less than none, or six layers without a pool lose less than zero such layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ABOUT = About(
     title="SinkQ, Table 4",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("gsm8k", "gsm8k_cot"),
-    missing="the paper's accuracies are of GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. On a "
-    "model without attention sinks nothing is asserted of its text.",
+    missing="the paper measures GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. Nothing is checked "
+    "on a text if the model has no attention sinks.",
 )
 MADE = "made, two sinks"
 NUMBER = (  # GSM8K, 8 shots; with chains of thought

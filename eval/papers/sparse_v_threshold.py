@@ -1,12 +1,12 @@
-"""Sparse V, sections 4.3, 4.5, 4.8, 7.1, 7.4 and 7.5: what skipping small weights costs, by threshold and by format.
+"""Sparse V, sections 4.3, 4.5, 4.8, 7.1, 7.4 and 7.5: the cost of skipping small weights, by threshold and by format.
 
-Of the steps at the end of each row (`--steps`), the share of values that were not read and what these weighed. The
-steps alone skip, by default one in twenty of the tokens that KL and perplexity are of. The paper has no budget;
-`budget` is ours, which bounds the mass that a row may drop.
+For the steps at the end of each row (`--steps`), rows have the share of values that were not read, and their weight.
+Only these steps skip; by default they are one in twenty of the tokens in KL and perplexity. `budget` is our addition.
+It bounds the mass that a row may drop.
 
-Fails if perplexity with the paper's 1e-6 differs from that without by more than 0.01 % in some format, or at some
-threshold from 1e-8 to 1e-4; or if the share falls where the threshold grows, or is no larger at 1e-4 than at 1e-8.
-Kernels skip whole tiles, the reference single tokens.
+Fails if skipping changes perplexity by more than 0.01 %, with the paper's 1e-6 in some format or with some threshold
+from 1e-8 to 1e-4; or if the skipped share falls when the threshold grows, or is no larger at 1e-4 than at 1e-8. Kernels
+skip whole tiles, the reference single tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ABOUT = About(
     title="Sparse V, 4.3, 4.5, 4.8, 7.1, 7.4 and 7.5",
     model="Qwen/Qwen3-1.7B",
     tasks=("needle_single", "needle_multikey"),
-    missing="the paper's perplexities are of Qwen3.5-35B-A3B and 27B on WikiText in contexts of 512 to 32k; its "
-    "skip rates are of Qwen3-1.7B at 512, 2048 and 4096 tokens (--tokens), over all queries, ours of decode steps, one "
-    "in twenty of the tokens that perplexity is of. That turbo3 finds more needles with skipping than without, 9 of 9 "
-    "for 7, is two answers and not asserted. Sections 4.2, 4.6, 4.7, 7.2 and 7.3 are speeds: `python eval/paper.py "
-    "speed`.",
+    missing="the paper measures perplexity with Qwen3.5-35B-A3B and 27B on WikiText, in contexts of 512 to 32k. Its "
+    "skip rates are for Qwen3-1.7B at 512, 2048 and 4096 tokens (--tokens), over all queries; ours are for decode "
+    "steps, one in twenty of the tokens in perplexity. That turbo3 finds 9 of 9 needles with skipping and 7 without "
+    "is not checked: the difference is two answers. Sections 4.2, 4.6, 4.7, 7.2 and 7.3 measure speed: `python "
+    "eval/paper.py speed`.",
 )
 FORMATS = ("q8", "q4", "turbo3")
 TAUS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4)

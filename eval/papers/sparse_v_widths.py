@@ -1,7 +1,7 @@
-"""Sparse V, section 4.4 and the addendum: formats of keys and of values, each with each, by KL to full precision.
+"""Sparse V, section 4.4 and the addendum: all pairs of key and value formats, by KL to full precision.
 
-Fails if keys in two bits with 8-bit values do not lose more KL than values in two bits with 8-bit keys, which is
-what asymmetric formats rest on; or if attention's error does not fall with the bits of both sides.
+Fails if 2-bit keys with 8-bit values do not lose more KL than 2-bit values with 8-bit keys, the reason for asymmetric
+formats; or if attention's error does not fall with the bits of both sides.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ABOUT = About(
     title="Sparse V, 4.4 and the addendum",
     model="Qwen/Qwen3-4B",
     tasks=("needle_single",),
-    missing="the paper's figures are of Qwen3.5-35B-A3B and 27B. turbo formats are the released code's codebook with a "
-    "norm a block, not the text's polar angles.",
+    missing="the paper measures Qwen3.5-35B-A3B and 27B. Our turbo formats follow the released code, a codebook with "
+    "one norm per block, instead of the text's polar angles.",
 )
 FORMATS = ("model", "q8", "turbo4", "q4", "turbo3", "turbo2")
 FALLING = ("q8", "turbo4", "turbo3", "turbo2")
@@ -65,7 +65,7 @@ def broken(rows: list[Row]) -> list[str]:
 
 
 def changed(rows: list[Row]) -> list[str]:
-    """Where two-bit values under keys in model precision change an answer."""
+    """Return the rows where 2-bit values with unquantized keys change an answer."""
     free = "model/turbo2"
     return [
         f"{source}: {free} has a same top-1 of {same[free]:.4g} and a KL of {column(rows, source, 'kl')[free]:.4g}"

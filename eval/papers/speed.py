@@ -1,7 +1,7 @@
-"""Figures of speed and memory: which command makes them on a machine with a GPU, and what was recorded.
+"""Figures of speed and memory: the command that makes each on a machine with a GPU, and the recorded numbers.
 
 TurboAttention Fig. 6 and 7a; SinkQ Fig. 3 and 7; INT-FlashAttention Fig. 2; SageAttention2 Table 12; sparse V 4.2, 4.6,
-4.7, 7.2 and 7.3. `speedup` is the time of the fastest attention of PyTorch by that of the method, from `eval/results/`.
+4.7, 7.2 and 7.3. `speedup` is the time of PyTorch's fastest attention divided by the method's, from `eval/results/`.
 
 Fails if TurboAttention's recorded decode is not faster than every attention of PyTorch at 32k tokens and a batch of 4,
 where its Fig. 6 has a gain, or if its gain does not grow with the context.
@@ -22,14 +22,14 @@ from qattn_hf.bench.tables import gains
 ABOUT = About(
     title="Figures of speed",
     model="",
-    missing="the papers measure an A100, an A800, an RTX4090, an L20, and Apple's M2 and M5; the recorded figures are "
-    "of the GPU that their files name. Whole models of the papers, and the kernels of GEAR and KIVI, are not measured. "
-    "Sparse V makes steps 22 to 58 % slower (`speed-sparse-v.json`). This table has neither it nor SAS. "
-    "TurboAttention 5.5 says that dequantized caches decode slower than FP16; ours do not: "
-    "`kivi:bits=4,group_size=128` decodes 1.1 to 3.5 times as fast as cuDNN (`speed-decode.json`). Throughput here is "
-    "of single rows; what fits a memory is under Speed (TurboAttention, Fig. 7a; SinkQ, Fig. 3). Not measured: shares "
-    "of latency (TurboAttention, Fig. 1; SinkQ, Fig. 7), a fused QKV projection, attention without a mask, what "
-    "smoothing adds to a step, and the skip rate of sparse V by layer.",
+    missing="the papers measure an A100, an A800, an RTX4090, an L20, and Apple's M2 and M5; each record names its "
+    "GPU. Whole models of the papers, and the kernels of GEAR and KIVI, are not measured. This table has neither SAS "
+    "nor sparse V, which makes steps 22 to 58 % slower (`speed-sparse-v.json`). TurboAttention 5.5 says that "
+    "dequantized caches decode slower than FP16. Ours decode faster: `kivi:bits=4,group_size=128` is 1.1 to 3.5 "
+    "times as fast as cuDNN (`speed-decode.json`). Throughput here is for single rows; Speed has batches that fill a "
+    "memory (TurboAttention, Fig. 7a; SinkQ, Fig. 3). Not measured: shares of latency (TurboAttention, Fig. 1; "
+    "SinkQ, Fig. 7), a fused QKV projection, attention without a mask, the cost of smoothing per step, and the skip "
+    "rate of sparse V by layer.",
 )
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 DECODE, PREFILL, GENERATE = "qattn bench decode", "qattn bench prefill", "qattn bench generate"
@@ -105,7 +105,7 @@ CLAIMS = (
         "a prefill takes less time than attention in 16 bits at every length (TurboAttention, Fig. 6; "
         "INT-FlashAttention, Fig. 2; SageAttention2, Figs 8 to 11)",
         slower,
-        "the papers' other side is FlashAttention or xformers, ours the fastest attention of PyTorch, which on Hopper "
-        "is cuDNN's; and in short prompts making codes costs more than multiplying them saves",
+        "the papers compare with FlashAttention or xformers, we with PyTorch's fastest attention, cuDNN's on Hopper. "
+        "In short prompts, quantizing costs more than the faster products save",
     ),
 )

@@ -1,11 +1,15 @@
-"""TurboAttention, Fig. 4, 8, 9 and 10: how far channels of queries, keys and values stand out, and values by channel.
+"""TurboAttention, Fig. 4, 8, 9 and 10: outlier channels of queries, keys and values, and values quantized by channel.
 
-Of each layer: the largest range of a channel by the median one, of queries, keys and values (Fig. 4); the same of the
-gaps of values by channel and by token (8, 9); relative error of values in 4 bits with a step by channel over 64 tokens,
-or by token over 64 channels (10). Made values have channels of their own size, as Phi-3's do.
+Each layer has three results:
 
-Fails if queries and keys do not stand out more than values in the mean of the model's layers, or if made values are not
-better by channel.
+- the largest range of a channel divided by the median range, for queries, keys and values (Fig. 4);
+- the same ratio for gaps of values, by channel and by token (Figs 8, 9);
+- the relative error of 4-bit values with a step per channel over 64 tokens, or per token over 64 channels (Fig. 10).
+
+Channels of made values have different sizes, as in Phi-3.
+
+Fails if, averaged over the model's layers, outliers of queries and keys are not larger than those of values, or if made
+values are not better by channel.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from qattn_hf.recipes.recipe import find_recipe
 ABOUT = About(
     title="TurboAttention, Fig. 4, 8, 9 and 10",
     model="microsoft/Phi-3-mini-4k-instruct",
-    missing="the figures are plots and print no numbers; `qattn inspect MODEL --text FILE --pictures FOLDER` draws "
-    "them. Whether values are better by channel depends on the model, as the paper says: it is asserted of made ones.",
+    missing="the figures are plots without numbers; `qattn inspect MODEL --text FILE --pictures FOLDER` draws them. "
+    "Whether values are better by channel depends on the model, as the paper says, so only made values are checked.",
 )
 MADE, MEAN, BITS, GROUP = "made values", "mean of layers", 4, 64
 

@@ -1,13 +1,13 @@
-"""TurboAttention, Fig. 7b: which heads get 2 bits, by what ranks them and by how many they are.
+"""TurboAttention, Fig. 7b: which heads get 2 bits, by criterion and by number of heads.
 
-`2 by priority`: two heads of K and two of V, ranked apart when a row's first block closes. `4 of 16 by priority`: the
-paper's way, heads of K and of V ranked together, here over all that is read (of a model the first row), then named in
-lists, the only way in which `turbo` takes a joint ranking. Made layers have eight heads, and in every second some
-channels stand out.
+`2 by priority` ranks two heads of K and two of V separately when a row's first block closes. `4 of 16 by priority` is
+the paper's way: it ranks heads of K and V together. Here it ranks them over everything that is read, or over a model's
+first row, and names them in lists, because `turbo` has no joint ranking. Made layers have eight heads, and every second
+head has outlier channels.
 
 Fails if on made layers, with half of the heads at 2 bits, the paper's priority loses more than entropy or a fixed
-shuffle, ranked either way, or if it loses less with more such heads. Of its two factors, min-max and variation, nothing
-is asserted: on made layers they choose nearly the same heads.
+shuffle, ranked either way, or if it loses less with more such heads. Its two factors, min-max and variation, are not
+checked separately: on made layers they choose nearly the same heads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Lists = dict[str, list[list[int]]]  # 2-bit heads of each layer, as `turbo` take
 
 
 def made() -> Layer:
-    """Keys, and values, of heads 1, 3, 5, 7 have channels that are up to six times as large as the others."""
+    """Make a layer whose heads 1, 3, 5 and 7 have key and value channels up to six times larger than the others."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, TOKENS, DIM, generator=g) for _ in range(3))
     for x in (k, v):
@@ -117,8 +117,8 @@ CLAIMS = (
             "kl",
             orders=[(f"{some} by priority", f"{some} by {other}") for some in SOME for other in RANKINGS[1:]],
         ),
-        "ranges say how coarse a head's codes are, not how much the model's output hangs on it, which `qattn tune` "
-        "measures; ranked together, heads of keys have the larger ranges and nearly all values get the 2 bits; and of "
-        "two or four KV heads there is little to choose, a fixed shuffle being one pick of few",
+        "ranges measure how coarse a head's codes are, not how much the output depends on the head, which `qattn tune` "
+        "measures. In a joint ranking keys have larger ranges, so nearly all values get 2 bits. Two or four KV heads "
+        "leave few choices, and a fixed shuffle is one of them",
     ),
 )

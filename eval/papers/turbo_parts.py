@@ -1,8 +1,8 @@
-"""TurboAttention, Tables 4 and 5: what FlashQ and SAS cost apart, and how much SAS costs by its threshold.
+"""TurboAttention, Tables 4 and 5: the separate costs of FlashQ and SAS, and the cost of SAS by threshold.
 
-`SAS` is the approximate softmax over keys and values in model precision. Fails if attention's error is not less with
-SAS alone than with FlashQ's 4 bits alone, as in Table 4; with both than with the two added up; and with SAS at the
-paper's threshold of -6 than at -2.
+`SAS` is the approximate softmax over unquantized keys and values. Fails if attention's error is not less with SAS alone
+than with FlashQ's 4 bits alone, as in Table 4; with both than with the two added up; and with SAS at the paper's
+threshold of -6 than at -2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ABOUT = About(
     title="TurboAttention, Tables 4 and 5",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("aqua_cot",),
-    missing="Table 5 is on top of LLM.int8() and Qserve, whose quantized weights this table leaves out, and the "
+    missing="Table 5 combines the method with quantized weights, LLM.int8() and Qserve, which are left out here. The "
     "paper does not say what PQ is. Accuracies need the paper's model.",
 )
 FLASHQ, SAS, BOTH = "FlashQ-4bit", "SAS", "FlashQ-4bit + SAS"

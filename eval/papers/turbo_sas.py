@@ -1,7 +1,8 @@
-"""TurboAttention, Fig. 5: the polynomial of SAS beside the exponential; no model is read.
+"""TurboAttention, Fig. 5: the polynomial of SAS compared with the exponential; no model is read.
 
-Fails if the polynomial is not within 1.1e-3 of `exp(-x)` on [0, 1], or SAS not within that of `exp(x)` down to its
-threshold, or not 0 below; or if a least-squares polynomial of degree 2 is as good as the paper's of degree 3.
+Fails if the polynomial differs from `exp(-x)` on [0, 1] by more than 1.1e-3; if SAS differs from `exp(x)` by more than
+that above its threshold, or is not 0 below; or if a least-squares polynomial of degree 2 is as good as the paper's of
+degree 3.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from qattn_kernels.reference.softmax import sas_exp
 ABOUT = About(
     title="TurboAttention, Fig. 5",
     model="",
-    missing="the figure is a plot and prints no numbers. SAS is meant to save time, and no gain is recorded: "
-    "`qattn bench decode --method turbo --method turbo:softmax=sas`, and `qattn bench prefill` with these, measure it.",
+    missing="the figure is a plot without numbers. SAS is meant to save time, but no gain is recorded. Measure it with "
+    "`qattn bench decode --method turbo --method turbo:softmax=sas`, and with `qattn bench prefill`.",
 )
 COEFFICIENTS = (-0.1025, 0.4626, -0.9922, 0.9996)  # of the paper's equation 15, highest power first
 CLOSE, THRESHOLD, MADE = 1.1e-3, -6.0, "exp(-x), x in [0, 1]"

@@ -1,20 +1,20 @@
 """Attention over packed KV caches: each operation in plain PyTorch, which is its specification, and in Triton.
 
-This package knows nothing of transformers or of `qattn_hf`; importing it loads neither Triton nor a GPU.
+This package does not depend on transformers or `qattn_hf`. Importing it loads neither Triton nor a GPU driver.
 Short names everywhere: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, T new tokens, S cached tokens,
 D head dim, NB blocks of capacity. Tensors are `[B, H, T, D]`.
 
-Rooms, each of which imports only those above it:
+Each entry imports only entries above it:
 
-- `chip`: what a GPU has; `layout`: sizes of a layer's state tensors; `jit`: what kernels share inside Triton.
-- `formats`: how keys and values are stored, a folder each: `reference.py` in plain PyTorch, `jit.py` for kernels.
-- `layer`: settings of a layer as text, its state tensors, what kernels know of them.
-- `reference`: attention in plain PyTorch. `launch`: what launches of kernels share.
-- `ops`: append, decode, prefill, rotate, sink_pool, crop, a folder each.
-- `step`: one call of a layer as a registered operator, and `step.states`: edits of a layer's state between calls.
+- `chip`: properties of a GPU. `layout`: sizes of a layer's state tensors. `jit`: Triton functions that kernels share.
+- `formats`: storage of keys and values, one folder per format: `reference.py` in PyTorch, `jit.py` for kernels.
+- `layer`: a layer's settings as text, its state tensors, and the limits of the kernels.
+- `reference`: attention in PyTorch. `launch`: code that kernel launches share.
+- `ops`: append, decode, prefill, rotate, sink_pool, crop and others, one folder each.
+- `step`: one call of a layer as a registered operator. `step.states`: edits of a layer's state between calls.
 
-What packages above import: names of `formats` and `formats.traits`, `FORMAT` classes of `formats.*.reference`, `layout`
-and `launch.plan`, and modules of `layer` and `step`. All others are inner rooms.
+Packages above import names of `formats` and `formats.traits`, `FORMAT` classes of `formats.*.reference`, `chip`,
+`layout` and `launch.plan`, and modules of `layer` and `step`. Everything else is internal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Words for the memory of a layer: its sizes, its window of open tokens, and what a state tensor is."""
+"""Types that describe a layer's memory: sizes, the window of open tokens, and state tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ State = dict[str, torch.Tensor]
 
 
 class Row(NamedTuple):
-    """A row as it was before a call, and what the call brings it. Scalars inside kernels, `[B]` outside.
+    """State of one sequence before a call, and its new tokens. Fields are scalars in kernels and `[B]` outside.
 
     Attributes:
         length: tokens of the row.
         closed: packed blocks.
-        open_start: row position of the first token that is in no packed block.
+        open_start: row position of the first open token, which no packed block has.
         closing: blocks that the call closes.
         first: first real column of the call's tokens.
-        count: real tokens of the call, of those that fit.
+        count: real tokens of the call that fit.
     """
 
     length: Any
@@ -32,13 +32,13 @@ class Row(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """The state tensors of all rows' lengths, by their names in the state; those without a row are one for all.
+    """State tensors with the lengths of all rows. Fields have the tensors' names in the state.
 
     Attributes:
         length, closed, open_start: int32 `[B]`, as in `Row`.
         longest: int32 `[B]`, the most tokens that a row ever had.
-        columns_seen: columns of all calls, padding included.
-        padded: columns up to the last padding.
+        columns_seen: columns of all calls with padding, one number for all rows.
+        padded: columns up to the last padding, one number for all rows.
         overflow: `[B]`, tokens that did not fit.
     """
 
@@ -52,12 +52,13 @@ class RowState(NamedTuple):
 
 
 class BlockState(NamedTuple):
-    """The state tensors of all rows' blocks that no format owns, by their names in the state.
+    """State tensors of all rows' blocks that every format shares. Fields have the tensors' names in the state.
 
     Attributes:
-        dropped: uint8 `[B, H, blocks, block / 8]`, a bit for each masked token.
-        nonfinite: int64 `[B, H]`, new tokens that were not finite.
-        block_pos, block_len: int32 `[B, blocks]`, row position of a block's first token, and how many it has.
+        dropped: uint8 `[B, H, blocks, block / 8]`, one bit per token, set if the token is masked.
+        nonfinite: int64 `[B, H]`, count of new tokens that were not finite.
+        block_pos: int32 `[B, blocks]`, row position of the block's first token.
+        block_len: int32 `[B, blocks]`, tokens in the block.
     """
 
     dropped: Any
@@ -66,19 +67,19 @@ class BlockState(NamedTuple):
     block_len: Any
 
 
-ROW_OVERFLOW = len(Row._fields)  # the column behind: real tokens of the call that do not fit
-ROW_FIELDS = 8  # columns of the int32 tensor `[B, ROW_FIELDS]` that kernels hand a `Row` on in, a power of two
+ROW_OVERFLOW = len(Row._fields)  # the next column: real tokens of the call that do not fit
+ROW_FIELDS = 8  # kernels pass a `Row` on as int32 `[B, ROW_FIELDS]`; a power of two
 
 
 @dataclass(frozen=True)
 class Window:
-    """What surrounds the packed blocks of a row.
+    """Sizes of a row's blocks and of its ring of open tokens.
 
     Attributes:
         block: tokens of a packed block.
-        span: tokens that stand open before their blocks close together; a multiple of `block`.
+        span: tokens that stay open until their blocks are packed together; a multiple of `block`.
         residual: newest tokens that are never packed (KIVI's `R`).
-        horizon: tokens that `crop` can take back bit for bit; the ring holds that many more than are open.
+        horizon: tokens that `crop` can undo bit for bit; the ring keeps this number of tokens after they are packed.
     """
 
     block: int = 64
@@ -88,22 +89,22 @@ class Window:
 
     @property
     def ring(self) -> int:
-        """Slots of the ring of open tokens; a token's slot is its row position modulo this. Whole tiles of a kernel."""
+        """Slots of the ring, a multiple of a kernel's tile. A token's slot is its row position modulo this number."""
         return -(-(self.span + self.residual + self.horizon) // 64) * 64
 
 
 @dataclass(frozen=True)
 class SinkPool:
-    """Attention sinks that leave the packed blocks (SinkQ): the tokens of the smallest keys stay in open form.
+    """Attention sinks that stay in the ring's form instead of being packed (SinkQ): the tokens with the smallest keys.
 
     Attributes:
-        num: sinks of a row and head that are in the pool; 0 is no pool.
-        window: evicted sinks that stay in open form too, before the oldest is read from its codes.
-        select: which tokens are sinks: `smallest_key`, or for comparison `largest_key`, `attention` (those that got
-            most of it), `random`.
-        exclude: whether a sink leaves the statistics of its block too.
-        prefill: `group`: the pool competes with each block in order; `whole`, the paper's: with all that the first
-            call packs, and nothing is evicted there.
+        num: sinks in the pool per row and head; 0 means no pool.
+        window: evicted sinks that stay in the ring's form as well; older ones are read from their codes.
+        select: which tokens become sinks: `smallest_key` or, for comparison, `largest_key`, `attention` (the tokens
+            with most attention) or `random`.
+        exclude: whether the statistics of a block leave out its sinks.
+        prefill: `group` compares the pool with one block after the other. `whole`, as in the paper, compares it with
+            all blocks of the first call, which evicts no sink.
     """
 
     num: int = 0
@@ -113,18 +114,26 @@ class SinkPool:
     prefill: str = "group"
 
     def crop_blocks(self, window: Window) -> int:
-        """Blocks that a crop can reopen: what left the pool in these is kept, so that it comes back."""
+        """Blocks that a crop can reopen. Sinks that these blocks evicted are kept, so that a crop can restore them."""
         return window.ring // window.block
 
     def entries(self, window: Window) -> int:
-        """Places of the table that hold them all: a power of two, as kernels want it."""
+        """Entries of the sink table. Kernels need a power of two."""
         most = self.num * (1 + self.crop_blocks(window)) + self.window
         return max(32, 1 << (most - 1).bit_length()) if self.num else 0
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a layer: batch rows, KV heads, head dims of K and of V, blocks of capacity, and the model's dtype."""
+    """Sizes of a layer.
+
+    Attributes:
+        batch: rows.
+        heads: KV heads.
+        k_dim, v_dim: head dims of keys and values.
+        blocks: capacity.
+        dtype: of the model.
+    """
 
     batch: int
     heads: int
@@ -136,7 +145,12 @@ class Geometry:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and role of one state tensor: `batch_dim` is None for what all rows share, `block_dim` grows."""
+    """Shape and role of one state tensor.
+
+    Attributes:
+        batch_dim: dimension of the rows; None if all rows share the tensor.
+        block_dim: dimension that grows with the capacity, or None.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -149,7 +163,7 @@ class TensorSpec:
 
 
 def copy_blocks(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
-    """Copy a state tensor to one with more or fewer blocks, as many as both have; without blocks, all of it."""
+    """Copy the blocks that a state tensor and a larger or smaller one share; without a block dimension copy all."""
     if (dim := spec.block_dim) is not None:
         both = min(tensor.shape[dim], new.shape[dim])
         tensor, new = tensor.narrow(dim, 0, both), new.narrow(dim, 0, both)

@@ -32,8 +32,8 @@ UNREADABLE = {
 }
 
 BEYOND_CAUSAL = (
-    "packed sequences and masks beyond causal are not supported: give each sequence a row of its own; for images whose "
-    "tokens see each other (Gemma 3) use a stock cache, unpatch(model)"
+    "packed sequences and masks beyond causal are not supported: put each sequence in a separate row; for images whose "
+    "tokens attend to each other (Gemma 3) use a stock cache, unpatch(model)"
 )
 REFUSED = {
     "position_bias": "a bias on the scores",
@@ -77,9 +77,8 @@ def attention(
         return of_pages(index, query, key, value, scores_of(query, scaling, kwargs)), None
     if not (isinstance(key, Handle) and key is value):
         raise UnsupportedError(
-            "keys or values did not come untouched from a packed cache: the model changes them on the way, or a part "
-            "of the model, or another model with its config, was called by itself. Call the patched model, or "
-            "unpatch(model)"
+            "keys or values are not those that a packed cache returned: the model changed them, or the call went to a "
+            "submodule or to another model with the same config. Call the patched model, or unpatch(model)"
         )
     if attention_mask is None or not is_span(attention_mask):
         refuse_mask(attention_mask)
@@ -129,7 +128,7 @@ def refuse_arguments(
     if window is not None and kwargs.get("sliding_window") != window:
         raise UnsupportedError(
             f"this layer was packed for a sliding window of {window}, and the model's attention asks for "
-            f"{kwargs.get('sliding_window')}: patch with sliding='model'"
+            f"{kwargs.get('sliding_window')}: patch with sliding='exact' and decode='eager'"
         )
     for name, what in REFUSED.items():
         value = kwargs.get(name)

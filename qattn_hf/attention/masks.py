@@ -33,7 +33,7 @@ _pending: weakref.WeakKeyDictionary[Cache, Pending] = weakref.WeakKeyDictionary(
 def mask_facts(attention_mask: torch.Tensor, cached: int | torch.Tensor) -> torch.Tensor:
     """Return int64 `[2]` on the mask's device: the columns that the cache holds, and a row index.
 
-    The index is that of the first row of the mask `[B, S]` with zeros between real tokens; -1 if there is none.
+    The index is the first row of the mask `[B, S]` with zeros between real tokens; -1 if there is none.
     """
     real = attention_mask.bool()
     holes = (real[:, :1].int().sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)) > 1
@@ -77,8 +77,8 @@ def check_prompt_mask(attention_mask: torch.Tensor, generation_config: Generatio
         if pad is None or (eos is not None and bool(torch.isin(eos, pad).any())):
             raise
         raise UnsupportedError(
-            f"{error}. If you gave none, transformers made it and took every token {int(pad)} (pad_token_id) for "
-            "padding: pass attention_mask=torch.ones_like(input_ids) where that token is text"
+            f"{error}. If you passed no mask, transformers made one that treats every token {int(pad)} (pad_token_id) "
+            "as padding: pass attention_mask=torch.ones_like(input_ids) if that token is text"
         ) from None
 
 

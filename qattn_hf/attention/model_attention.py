@@ -80,7 +80,7 @@ def check_implementation(before: str | None) -> str:
     """
     if before not in NAMES:
         raise UnsupportedError(
-            f"some layers keep the model's own attention, and {before} is not supported for them: load the model with "
+            f"some layers stay unpacked, and {before} is not supported for them: load the model with "
             "attn_implementation='sdpa', or 'eager'"
         )
     return before

@@ -108,7 +108,7 @@ def _observable(model: PreTrainedModel, windows: Collection[int]) -> list[int]:
     latent.check_stock(model)
     packed = [i for i, own in enumerate(model_layers(model.config)) if own is None]
     if not packed and not windows:
-        raise UnsupportedError(f"{model.config.model_type}: every layer is the model's own, so nothing can be measured")
+        raise UnsupportedError(f"{model.config.model_type}: no layer can be packed, so nothing can be measured")
     return packed
 
 
@@ -124,7 +124,7 @@ def check_observed(cache: Cache) -> None:
         UnsupportedError: its recipe packs sliding windows.
     """
     if packed_windows(cache):
-        raise UnsupportedError("packed sliding windows cannot be looked at here: use sliding='model'")
+        raise UnsupportedError("packed sliding windows cannot be observed here: use sliding='exact'")
 
 
 @contextmanager

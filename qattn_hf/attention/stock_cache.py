@@ -28,7 +28,7 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.step.stock_cache import over
 
-STEPS = f"calls of at most {SHORT_CALL} tokens are attended in the model's precision, since nothing is packed"
+STEPS = f"calls of at most {SHORT_CALL} tokens attend in full precision, because nothing is packed"
 
 
 def attention(

@@ -40,18 +40,18 @@ def draw(rows: list[Row], target: Path, measured_on: str | None = None, metadata
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     drawers = {"decode": _decode, "prefill": _prefill, "generate": _generate}
     drawers[rows[0]["bench"]](figure, [row for row in rows if "error" not in row and row.get("room", 1) == 1])
     measured_on = measured_on or f"{device_name()}, torch {versions()['torch']}"
     figure.suptitle(f"{TITLES[rows[0]['bench']]}, {measured_on}", fontsize="medium")
-    figure.savefig(target, dpi=110, metadata=metadata)
+    figure.savefig(target, dpi=130, metadata=metadata)
 
 
 def _decode(figure: Any, rows: list[Row]) -> None:
     """Plot milliseconds over context, in one plot for each batch size."""
     batches = by_point(rows, "batch")
-    plots = figure.subplots(1, len(batches), squeeze=False)[0]
+    plots = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for axes, ((batch,), batch_rows) in zip(plots, sorted(batches.items()), strict=True):
         best = [row for point in by_point(batch_rows, "context").values() if (row := best_stock(point))]
         lines = {BEST: best} | {
@@ -61,8 +61,11 @@ def _decode(figure: Any, rows: list[Row]) -> None:
             line = sorted(line, key=lambda row: row["context"])
             style = {"color": "black", "linestyle": "--"} if name == BEST else {}
             axes.plot([r["context"] for r in line], [r["ms"] for r in line], marker="o", label=name, **style)
-        axes.set(title=f"batch {batch}", xlabel="cached tokens", yscale="log")
-        axes.set_xscale("log", base=2)
+        axes.set(title=f"batch {batch}", xlabel="cached tokens", xscale="log", yscale="log")
+        contexts = sorted({row["context"] for row in batch_rows})
+        axes.set_xticks(contexts, [f"{n / 1024:g}k" for n in contexts], minor=False)
+        axes.set_xticks([], minor=True)
+    plots[0].yaxis.set_major_formatter("{x:g}")
     plots[0].set_ylabel("ms, one layer's decode step")
     figure.legend(*plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 

@@ -48,9 +48,9 @@ def rows(
         backends = {f"sdpa {name}": sdpa.BACKENDS[name] for name in names}
         ways: dict[str, Any] = {**backends, **methods}
         for name, way in ways.items():
-            packed = not isinstance(way, sdpa.Backend)
-            timed = partial(_packed if packed else _sdpa, point, way, heads, device)
-            yield {**shape, "way": name, "packed": packed, **attempt(timed, ours=packed)}
+            ours = not isinstance(way, sdpa.Backend)
+            timed = partial(_sdpa if isinstance(way, sdpa.Backend) else packed, point, way, heads, device)
+            yield {**shape, "way": name, "packed": ours, **attempt(timed, ours=ours)}
             release(device)
 
 
@@ -69,15 +69,19 @@ def _sdpa(point: Point, backend: sdpa.Backend, heads: Heads, device: torch.devic
 
 
 @torch.no_grad()
-def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
-    """Time a call on an empty layer with room for exactly this prompt."""
+def packed(point: Point, settings: Method, heads: Heads, device: torch.device, unpadded: bool = True) -> dict[str, Any]:
+    """Time a call on an empty layer with room for exactly this prompt.
+
+    Args:
+        unpadded: whether SDPA may attend in place of the kernels.
+    """
     q, k, v = _prompt(point, heads, device)
     layer = make_layer(settings, heads, point.batch, point.tokens, device)
     columns = torch.tensor([[0, point.tokens]], dtype=torch.int32, device=device)
     scores = Scores(heads.dim**-0.5)
 
     def run() -> torch.Tensor:
-        return layer.attend(q, layer.update(k, v)[0], columns, scores, unpadded=True)[0]
+        return layer.attend(q, layer.update(k, v)[0], columns, scores, unpadded=unpadded)[0]
 
     check_finite(run())
     result = _result(measure(run, device, prepare=layer.reset), point, heads)

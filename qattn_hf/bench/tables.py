@@ -118,6 +118,17 @@ def requests_table(rows: list[Row]) -> Table:
     return ["KV, GiB", "requests", "way", "held at once", "seconds", "tokens a second"], lines
 
 
+def tiles_table(rows: list[Row]) -> Table:
+    """Tabulate the milliseconds of prompts for each configuration, the fastest first."""
+    fields = ("bn", "tail", "warps", "stages", "queries")
+    lines = []
+    for (batch, tokens, way, kind), found in by_point(rows, "batch", "tokens", "way", "kind").items():
+        for row in sorted(found, key=lambda row: row.get("ms", float("inf"))):
+            cells = [str(row[key]) for key in fields]
+            lines.append([f"{batch} x {tokens}", way, kind, *cells, _figure(row, "ms", ".4f")])
+    return ["B x tokens", "way", "products", "slots", "last tile", "warps", "stages", "queries", "ms"], lines
+
+
 TABLES = {
     "decode": decode_table,
     "prefill": prefill_table,
@@ -125,6 +136,7 @@ TABLES = {
     "first-call": first_call_table,
     "throughput": throughput_table,
     "requests": requests_table,
+    "tiles": tiles_table,
 }
 
 

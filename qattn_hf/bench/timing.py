@@ -105,7 +105,7 @@ def check_finite(out: torch.Tensor) -> None:
         RuntimeError: a number in the output is not finite.
     """
     if not bool(out.isfinite().all()):
-        raise RuntimeError("the output is not finite: its time would be that of a wrong result")
+        raise RuntimeError("the output is not finite, so its time would be meaningless")
 
 
 def working_sets(n_bytes: int, device: torch.device) -> int:

@@ -22,7 +22,7 @@ from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.hybrid_layer import any_layer
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.model_layer import ModelLayer
-from qattn_hf.layer.snapshot import LOST
+from qattn_hf.layer.snapshot import LOST, Counts, Snapshot
 from qattn_hf.model.device import capturing, device_of
 from qattn_hf.model.layer_kinds import ModelLayerSpec, own_states
 from qattn_hf.model.tensor_parallel import shard_of
@@ -351,14 +351,9 @@ class QAttnCache(Recoverable, Cache):
             super().reset()
             self.conversation.clear()
 
-    def marks(self) -> list[tuple[int | None, int, bool]]:
-        """Return the host-side counts of every layer, for `recall`."""
-        return [(layer._used, layer.edits, layer.replayed_by_others) for layer in self.packed]
-
-    def recall(self, marks: list[tuple[int | None, int, bool]]) -> None:
-        """Restore host-side counts to `marks`, after calls that changed nothing on the device, such as a capture."""
-        for layer, (used, edits, by_others) in zip(self.packed, marks, strict=True):
-            layer._used, layer.edits, layer.replayed_by_others, layer.torn = used, edits, by_others, False
+    def before_capture(self) -> Snapshot:
+        """Return the host-side counts of the packed layers, before a step that writes nothing or is counted later."""
+        return Snapshot([Counts({**x.counts(), "replayed_by_others": x.replayed_by_others}) for x in self.packed])
 
     def state_tensors(self) -> dict[str, Any]:
         """Return every tensor of every layer by layer and name, with its batch dimension: `{"0.k.codes4": (tensor, 0),

@@ -8,43 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from qattn_hf.cache.conversation import Conversation
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.layer import rollback
-from qattn_hf.layer.hybrid_layer import HybridLayer
 from qattn_hf.layer.layer import QAttnLayer
-from qattn_hf.layer.model_layer import ModelLayer
-from qattn_hf.layer.snapshot import LOST, Mark, Restorable, Snapshot
-from qattn_hf.layer.window_layer import WindowLayer
-
-
-class Columns(NamedTuple):
-    """A packed layer before its first call or a call of one token. Nothing is copied.
-
-    Attributes:
-        host: host attributes that the call changes.
-    """
-
-    host: dict[str, Any]
-
-    def put_back(self, layer: Any) -> None:
-        if self.host["_used"] == 0:
-            layer.reset()
-        elif not _crop(layer, layer.edits - self.host["edits"]):
-            layer.torn = True
-            return
-        vars(layer).update(self.host)
+from qattn_hf.layer.snapshot import LOST, Restorable, Snapshot
 
 
 class Call(Snapshot):
     """A call of a model that is running or was interrupted.
 
-    A packed layer that cannot be restored is left `torn`: a compiled step wrote to it, its one new column was padding,
-    or its kernel launches were interrupted.
+    A packed layer that cannot be restored is left `torn` (`Mark`, `Columns`).
 
     Args:
         layers, conversation: parts of the call's cache.
@@ -57,7 +34,7 @@ class Call(Snapshot):
     """
 
     def __init__(self, layers: Sequence[Any], conversation: Conversation, caller: int, tokens: int):
-        super().__init__([*(_mark(layer, tokens) for layer in layers), conversation.mark()])
+        super().__init__([*(layer.before_call(tokens) for layer in layers), conversation.mark()])
         self.caller, self.tokens, self.entered = caller, tokens, False
         self.edits = [layer.edits for layer in layers]
 
@@ -72,53 +49,6 @@ class Call(Snapshot):
             layer.torn for layer in layers if isinstance(layer, QAttnLayer)
         )
         return self.entered
-
-
-class Written(NamedTuple):
-    """A packed layer before a call of several tokens.
-
-    Attributes:
-        mark: attributes and bytes of the layer.
-    """
-
-    mark: Mark
-
-    def put_back(self, layer: Any) -> None:
-        if layer._used is None:
-            layer.torn = True
-        else:
-            self.mark.put_back(layer)
-
-
-def _mark(layer: Any, tokens: int) -> Restorable:
-    """Return the state of a layer before a call of `tokens` tokens per row."""
-    if isinstance(layer, ModelLayer) or not layer.is_initialized:
-        return layer.mark(bytes_too=False)
-    if tokens == 1 or layer._used == 0:
-        host = {"edits": layer.edits, "torn": layer.torn, "_used": layer._used, "prompt_by": layer.prompt_by}
-        return Columns(host | layer.states() if isinstance(layer, HybridLayer) else host)
-    if isinstance(layer, WindowLayer):  # a call may move its blocks
-        mark = layer.mark(bytes_too=False)
-        return Written(mark._replace(kept=mark.host["arena"].clone()))
-    return Written(layer.mark(bytes_too=True))
-
-
-def _crop(layer: QAttnLayer, columns: int) -> bool:
-    """Remove the last columns, each from a separate one-token call. Return whether this was possible.
-
-    The layer is `torn` until the caller has set its attributes, because the number of columns to remove is known only
-    once.
-    """
-    if layer.torn or layer._used is None:
-        return False
-    held, padded = rollback.columns(layer)
-    if held - columns < padded:
-        return False
-    layer.own()
-    layer.torn = True
-    if columns:
-        layer.cut(columns)
-    return True
 
 
 def unfinished(layers: Sequence[QAttnLayer]) -> UnsupportedError:

@@ -1,5 +1,5 @@
-"""Warnings that a patch gives once: layers without kernels, steps without capture, quantized values
-that nobody reads."""
+"""Warnings that a patch gives once: layers without kernels, kernels with another GPU's launch configurations, steps
+without capture, quantized values that nobody reads."""
 
 from __future__ import annotations
 
@@ -70,8 +70,22 @@ def of_reference(
         where = "every layer" if len(found) == len(specs) else f"layers {cut(', '.join(map(str, found)), 60)}"
         warn(
             f"the plain PyTorch reference computes {where}, many times slower than kernels: {reason}. Change that "
-            "setting; or patch with impl='reference', which does not warn, or with impl='triton', which raises"
+            "setting, patch with impl='reference' to silence this warning, or with impl='triton' to get an error"
         )
+
+
+def borrowed_configurations(specs: Sequence[LayerSpec | ModelLayerSpec], device_type: str) -> str | None:
+    """Return why layers use the launch configurations of another GPU; None if they do not, or without kernels.
+
+    Args:
+        specs: one for each layer.
+        device_type: type of the model's device.
+    """
+    if device_type != "cuda" or not any(isinstance(spec, LayerSpec) and spec.impl == "triton" for spec in specs):
+        return None
+    from qattn_kernels.step.kernel_facts import borrowed  # loads Triton
+
+    return borrowed()
 
 
 def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec]) -> None:
@@ -87,16 +101,20 @@ def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerS
         heads = head_sizes(config, i).kv
         if any(low_kind(fmt, heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
             warn(
-                f"sliding windows are packed in fewer than {SAFE_BITS} bits, which lost the text on Gemma 3 270M. "
-                "Take sliding='lossless', the default, or 4 bits"
+                f"sliding windows are packed in fewer than {SAFE_BITS} bits, which broke the text of Gemma 3 270M. "
+                "Use sliding='exact', the default, or 4 bits"
             )
             return
 
 
+def quantizes(spec: LayerSpec) -> bool:
+    """Return whether a layer quantizes keys or values."""
+    return of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
+
+
 def reads_no_code(spec: LayerSpec) -> bool:
     """Return whether a layer quantizes, but a prompt attends to its unquantized keys and values."""
-    quantizes = of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
-    return quantizes and spec.compute.prefill == "model" and sees_raw(spec)
+    return quantizes(spec) and spec.compute.prefill == "model" and sees_raw(spec)
 
 
 def written_once(layer: QAttnLayer) -> bool:
@@ -130,9 +148,13 @@ class Notices:
         """Warn that decode steps run eagerly although the recipe asked for capture."""
         self.once(
             "eager",
-            f"qattn_hf decodes eagerly, which takes the host longer than a CUDA graph: {reason}. "
-            "patch with decode='eager' does not warn, decode='graph' raises where a model cannot be captured",
+            f"qattn_hf decodes eagerly, slower than with a CUDA graph: {reason}. "
+            "Patch with decode='eager' to silence this warning, or with decode='graph' to get an error",
         )
+
+    def of_configurations(self, reason: str) -> None:
+        """Warn that kernels run with the launch configurations of another GPU."""
+        self.once("configurations", f"{reason}, which may be slower. `qattn bench tiles` measures this GPU")
 
     def before_another(self) -> None:
         """Forget caches that compiled steps have read. Only the host's counts show it, and the next call may free a
@@ -175,9 +197,9 @@ class Notices:
         method = cache.recipe.method
         self.once(
             "unread",
-            f"{why}: prompts of {method} attend in the model's precision, so no token read a code, and the result is "
-            f"full precision's, whatever {method} loses. `qattn compare MODEL --method ...`, with the "
-            "method and settings of this patch, measures what the cache loses",
+            f"{why}: a prompt with {method} attends to unquantized tokens, so this result equals full precision and "
+            "shows no loss. `qattn compare MODEL --method ...`, with the method and settings of this patch, measures "
+            "the loss",
         )
 
 

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
-from qattn_hf.cache.notices import reads_no_code, written_once
+from qattn_hf.cache.notices import quantizes, reads_no_code, written_once
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.model_layer import ModelLayer
 from qattn_hf.model.layer_kinds import kind_of, of_method, window_of
 from qattn_kernels.formats.model.reference import ModelFormat
 from qattn_kernels.formats.traits import Span, aged_blocks
 from qattn_kernels.layer.skip_counts import skip_counts_of
+from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import no_triton, unsupported
+from qattn_kernels.layout import State
 from qattn_kernels.step.states import at_slots, bits_to_bool
 
 OWN = "model"  # replaces a method's name for unpacked layers
@@ -91,7 +93,7 @@ def layer_row(index: int, layer: QAttnLayer, method: str, no_pool: str | None = 
         "no_sinks": no_pool,
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
         "unread": _unread(layer, packed),
-        "clamped_scales": _clamped_scales(layer),
+        "clamped_scales": clamped_scales(spec, state),
         "bits_per_head": {side: _bits(layer, side) for side in "kv"},
         "tokens_by_bits": _tokens_by_bits(layer),
         "no_kernels": _why_reference(layer),
@@ -136,16 +138,16 @@ def _unread(layer: QAttnLayer, packed: int) -> bool | None:
     None for a layer that does not quantize.
     """
     spec = layer.spec
-    if not of_method(spec) or (spec.k.core.in_model_precision and spec.v.core.in_model_precision):
+    if not quantizes(spec):
         return None
     return reads_no_code(spec) and (written_once(layer) or not packed)
 
 
-def _clamped_scales(layer: QAttnLayer) -> int:
+def clamped_scales(spec: LayerSpec, state: State) -> int:
     """Count the scales and zero points of closed blocks that are clamped at the end of fp16's range."""
-    sides = ((layer.spec.k.core, side_of(layer.state, "k")), (layer.spec.v.core, side_of(layer.state, "v")))
-    counts = [fmt.clamped_scales(state) for fmt, state in sides]
-    closed = (layer.state["block_len"] > 0)[:, None]
+    sides = ((spec.k.core, side_of(state, "k")), (spec.v.core, side_of(state, "v")))
+    counts = [fmt.clamped_scales(tensors) for fmt, tensors in sides]
+    closed = (state["block_len"] > 0)[:, None]
     return sum(int((count * closed).sum()) for count in counts if count is not None)
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.attention.masks import check_earlier_mask
 from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.notices import borrowed_configurations
 from qattn_hf.cache.report_rows import OWN, layer_row, own_row
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer.model_layer import ModelLayer
@@ -43,14 +44,24 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
             for i, layer in enumerate(cache.layers)
         ]
         specs = [layer.spec for layer in cache.packed]
-        return Report(cache.recipe, _impl(specs), cache.decode, cache.decode_reason, rows, cache.prefill_chunk_size)
+        devices = {layer.device.type for layer in cache.packed if layer.is_initialized}
+        return Report(
+            cache.recipe,
+            _impl(specs),
+            cache.decode,
+            cache.decode_reason,
+            rows,
+            cache.prefill_chunk_size,
+            configurations=borrowed_configurations(specs, "cuda" if "cuda" in devices else "cpu"),
+        )
     patched = getattr(model_or_cache, "_qattn", None)
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
     if patched.last.cache is not None:
         return replace(report(patched.last.cache), pages=patched.last.pages)
-    found = Report(patched.recipe, _impl(patched.packed), patched.decode, patched.decode_reason, [])
-    return replace(found, pages=patched.last.pages)
+    borrowed = borrowed_configurations(patched.packed, patched.device_type)
+    found = Report(patched.recipe, _impl(patched.packed), patched.runner.how, patched.runner.why, [])
+    return replace(found, pages=patched.last.pages, configurations=borrowed)
 
 
 def _impl(specs: list[LayerSpec]) -> str:
@@ -69,6 +80,7 @@ class Report:
         layers: one row per layer.
         prefill_chunk_size: tokens per call, if the last `generate` split its prompt; None: one call.
         pages: the pool of the model's last continuous batching; None without one.
+        configurations: why kernels use the launch configurations of another GPU; None if they do not.
     """
 
     recipe: Recipe
@@ -78,6 +90,7 @@ class Report:
     layers: list[dict[str, Any]]
     prefill_chunk_size: int | None = None
     pages: dict[str, Any] | None = None
+    configurations: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data that JSON can hold.
@@ -89,6 +102,7 @@ class Report:
         - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or how it would.
           `decode_reason`: why not as a graph, or None. Over Transformers' own caches `decode` is `stock`, bytes and
           tokens are 0 and `layers` is empty.
+        - `configurations`: why kernels use the launch configurations of another GPU, or None.
         - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt; None: it was one call.
         - `packed_tokens`, `open_tokens`: quantized and unquantized tokens of all rows, in the packed layer that packed
           least. Sliding windows are ignored if other layers are packed.
@@ -104,7 +118,8 @@ class Report:
           one call filled the cache and attended unquantized. None if nothing is quantized.
         - `continuous_batching`: the last pool of packed pages, or None: tokens of a page, blocks (a page of each
           layer), requests held at once, bytes of a block, of a request without its blocks and in total, whether
-          requests share prefixes, and the peak numbers of requests and blocks.
+          requests share prefixes, and the peak numbers of requests and blocks. `unread` is as above. `clamped_scales`
+          is counted over all pages when the manager stops, and None before.
         - `layers`: one row per layer, with these figures and the formats of keys and values. An unpacked layer has
           `method` and `kernels` `model`, its type as `kind`, its content in words as `own`, and `why` its window is not
           packed. A packed layer has its `window` in tokens, or None, and `quantized`: False for the method `none` and
@@ -127,6 +142,7 @@ class Report:
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
+            "configurations": self.configurations,
             "prefill_chunk_size": self.prefill_chunk_size,
             "packed_tokens": packed,
             "open_tokens": left,
@@ -160,6 +176,8 @@ class Report:
         console.print(
             f"{methods} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
+        if self.configurations is not None:
+            console.print(self.configurations)
         if family := self._family_text():
             console.print(f"the model's family: {family}")
         if self.recipe.chosen is not None:
@@ -181,7 +199,7 @@ class Report:
         """What a filled cache holds, a sentence a line; `own`: rows of the layers that are not packed."""
         yield (
             f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
-            f"a {'packed ' if own else ''}layer; in model precision {size(data['kv_bytes_full_precision'])}"
+            f"per {'packed ' if own else ''}layer; unquantized they take {size(data['kv_bytes_full_precision'])}"
         )
         yield (
             f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
@@ -190,13 +208,13 @@ class Report:
         )
         if data["unread"]:
             yield (
-                "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
-                "method measures what it loses"
+                "no token has read a code yet, so outputs so far equal full precision. `qattn compare` with this "
+                "method measures the loss"
             )
         if own:
             yield (
-                f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
-                f"{size(sum(row['bytes'] for row in own))} in its precision"
+                f"{len(own)} of {len(self.layers)} layers are not packed and take "
+                f"{size(sum(row['bytes'] for row in own))} in the model's dtype"
             )
         if data["skip_rate"] is not None:
             yield (
@@ -273,8 +291,8 @@ def _by_bits(side: str, tokens: dict[int, int]) -> str:
 
 def _notes(row: dict[str, Any]) -> str:
     unquantized = "" if row.get("quantized", True) else ", unquantized"
-    notes = [row["own"] if row["kind"] == "dummy" else f"the model's own: {row['own']}"] if "own" in row else []
-    notes += [f"not packed: {row['why']}"] if row.get("why") else []
+    why = f" ({row['why']})" if row.get("why") else ""
+    notes = [row["own"] if row["kind"] == "dummy" else f"not packed: {row['own']}{why}"] if "own" in row else []
     notes += [f"{WINDOWED[row['kind']]} of {row['window']}{unquantized}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]
@@ -301,9 +319,11 @@ NOTES = {
 def in_words(figures: dict[str, Any]) -> str:
     """Describe a pool with these `figures` (of a `PagedCache`) in words."""
     held = "continuous batching: {blocks} blocks of {page_tokens} tokens and {requests} requests in {total}, "
-    return (held + "at most {most_blocks} and {most_requests} were held at once").format(
+    text = (held + "at most {most_blocks} and {most_requests} were held at once").format(
         total=size(figures["bytes"]), **figures
     )
+    text += f"; {figures['clamped_scales']} {NOTES['clamped_scales']}" if figures["clamped_scales"] else ""
+    return text + ("; no token has read a code yet" if figures["unread"] else "")
 
 
 def _number(value: float | None) -> str:

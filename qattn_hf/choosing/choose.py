@@ -45,8 +45,8 @@ def check_budget(settings: dict[str, Any]) -> tuple[float | None, float | None, 
     for name, value in (("bits", bits), ("kl", kl)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
             raise RecipeError(
-                f"{name}={shown(value)}: without a method it is a number, such as bits=3.5 or kl=0.01; "
-                f'where it is a setting of a method, name that: patch(model, "turbo", {name}={shown(value)})'
+                f"{name}={shown(value)}: without a method it is a number, such as bits=3.5 or kl=0.01. "
+                f'For a setting of a method name the method: patch(model, "turbo", {name}={shown(value)})'
             )
     if bits is not None and bits < FEWEST:
         raise RecipeError(f"bits={bits}: the smallest settings have a little more than {FEWEST:g} bits; take bits=2.5")
@@ -54,8 +54,8 @@ def check_budget(settings: dict[str, Any]) -> tuple[float | None, float | None, 
         raise RecipeError(f"kl={kl}: a KL to full precision is above 0, such as kl=0.01 nats a token")
     if other := [key for key in shared if key not in SHARED]:
         raise RecipeError(
-            f"{named(other[0])} is a setting of single methods, and without a method patch chooses one: name it, as in "
-            f'patch(model, "turbo", {", ".join(map(named, settings))}), or leave {named(other[0])} out'
+            f"{named(other[0])} is a setting of some methods, and without a method patch chooses one: name a method, "
+            f'as in patch(model, "turbo", {", ".join(map(named, settings))}), or leave {named(other[0])} out'
         )
     return bits, kl, shared
 

@@ -9,9 +9,9 @@ import typer
 from qattn_hf.cli._older import in_todays_grammar
 from qattn_hf.cli.bench import bench
 from qattn_hf.cli.cache import cache
-from qattn_hf.cli.check import check
 from qattn_hf.cli.compare import compare
 from qattn_hf.cli.demo import demo
+from qattn_hf.cli.doctor import doctor
 from qattn_hf.cli.eval import evaluate
 from qattn_hf.cli.generate import generate
 from qattn_hf.cli.inspect import inspect
@@ -23,7 +23,7 @@ from qattn_hf.cli.serve import serve
 from qattn_hf.cli.tune import tune
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (demo, methods, check, plan, generate, serve, compare, rollout, retrieval, tune, inspect):
+for command in (demo, methods, doctor, plan, generate, serve, compare, rollout, retrieval, tune, inspect):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

@@ -88,12 +88,31 @@ def size_option(name: str, what: str, default: str | None = None) -> Any:
     return typer.Option(name, parser=bytes_of, metavar="SIZE", help=words, show_default=default or False)
 
 
+def card_of(name: str) -> Any:
+    """The card that `--gpu` names.
+
+    Raises:
+        BadParameter: the card is unknown.
+    """
+    from qattn_hf.planning.cards import CARDS
+
+    if (card := CARDS.get(name.lower())) is None:
+        raise typer.BadParameter(f"{name} is unknown. Fix: give one of {', '.join(CARDS)}")
+    return card
+
+
 def methods_option(default: Iterable[str]) -> Any:
     """The option `--method` of commands that compare several methods; `default`: the methods without it."""
     words = "A method such as kivi:bits=4, or a recipe's name or file. Repeat it, or put commas between."
     return typer.Option("--method", help=words, show_default=", ".join(default), callback=known_methods)
 
 
+GpuOption = Annotated[
+    Any,
+    typer.Option(
+        "--gpu", parser=card_of, metavar="CARD", help="Answer for a card such as rtx-4090, l4 or a100, not this GPU."
+    ),
+]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 ModelArgument = Annotated[
     str | None,
@@ -140,6 +159,9 @@ RowsOption = Annotated[int, typer.Option("--rows", min=1, help="Rows of the text
 TokensOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row. The last two thirds are scored.")]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Rows that are read at once.")]
 AtTokensOption = Annotated[int, typer.Option("--at-tokens", min=1, help="Context length for which bits are counted.")]
+MemoryOption = Annotated[
+    int | None, size_option("--gpu-memory", "Memory of the GPU", "that of the GPU here or of --gpu")
+]
 WeightsOption = Annotated[
     int | None, size_option("--weights", "Size of the weights", "counted, unless they are quantized")
 ]
@@ -165,7 +187,7 @@ def read_text(path: Path) -> str:
 
 
 def text_or_made(path: Path | None, tokens: int) -> str:
-    """The text of `--text`, or generated sums and lists of at least so many tokens."""
+    """Return the text of `--text`, or generated sums and lists of at least `tokens` tokens."""
     from qattn_hf.compare import made_text
 
     # a token of the generated text has fewer than eight characters on average
@@ -241,7 +263,7 @@ def status_line() -> Any:
 def summary(report: dict[str, Any]) -> str:
     """One line about the content of a cache, from `Report.to_dict()`."""
     if not report["kv_bytes"]:
-        return f"{report['method']}: nothing packed, transformers' own cache held the tokens in the model's precision"
+        return f"{report['method']}: nothing packed, transformers' own cache held the tokens"
     kv_bytes, full = report["kv_bytes"], report["kv_bytes_full_precision"]
     text = f"{report['method']}: {report['packed_tokens']} tokens packed, {report['open_tokens']} open; "
     text += f"{size(kv_bytes)} instead of {size(full)}"

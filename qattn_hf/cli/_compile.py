@@ -1,4 +1,4 @@
-"""Kernels that `qattn check --compile` compiles before a model needs them."""
+"""Kernels that `qattn doctor --compile` compiles before a model needs them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def compile_kernels(model: str | None, recipe: Recipe, dtype: str, device: str) 
     target = torch.device("cuda", torch.cuda.current_device() if target.index is None else target.index)
     precision = getattr(config, "dtype", None) or torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     began = time.perf_counter()
-    compiled = begin(config, recipe.for_model(config).layer_specs(config, "cuda"), precision, [target])
+    specs = enumerate(recipe.for_model(config).layer_specs(config, "cuda"))
+    compiled = begin(config, specs, precision, [target])
     if not compiled:
         raise UsageError(
-            "--compile finds no kernels: the reference computes these settings. Fix: `qattn check` without --compile "
+            "--compile finds no kernels: the reference computes these settings. Fix: `qattn doctor` without --compile "
             "says why"
         )
     for one in compiled:

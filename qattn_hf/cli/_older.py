@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-COMMANDS = {"warm": ["check", "--compile"], "report": ["cache", "report"]}
+COMMANDS = {"warm": ["doctor", "--compile"], "check": ["doctor"], "report": ["cache", "report"]}
 GROUPS = ("bench", "cache")
 OPTIONS = {
     "--methods": "--method",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import tee
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,7 @@ CPU_NOTE = (
     "note: on a CPU the reference computes small shapes. The command works, but the figures say nothing about a GPU"
 )
 DEFAULT = ("turbo", "int8", "none")
+DEFAULT_OF_TILES = ("int8", "none")  # INT8 products and unquantized products
 DEFAULT_OF_GENERATE = ("turbo", "int8")
 DEFAULT_OF_THROUGHPUT = ("int8", "turbo", "turbo:bits=mixed", "kivi:bits=2,group_size=128,residual_length=32")
 MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]
@@ -226,6 +228,34 @@ def requests(
     show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, wide)
 
 
+@bench.command("tiles")
+def tiles(
+    method: Annotated[list[str] | None, methods_option(DEFAULT_OF_TILES)] = None,
+    batch: BatchOption = None,
+    tokens: TokensOption = None,
+    heads: HeadsOption = None,
+    quick: QuickOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+    wide: WideOption = False,
+) -> None:
+    """Find the fastest tiles of prompts on this GPU, and keep them for later processes.
+
+    The file goes to the folder QATTN_TUNED, or ~/.cache/qattn/tuned. Send it in, and others have it too.
+
+    Example: qattn bench tiles --heads 32,8,128
+    """
+    from qattn_hf.bench import tiles as measured
+
+    if (where := chosen_device(device)).type != "cuda":
+        raise UsageError("bench tiles measures a GPU. Fix: run it where torch finds one")
+    points, methods = chosen_points(measured, quick, where, batch, tokens), chosen_methods(method or DEFAULT_OF_TILES)
+    shown, found = tee(measured.rows(points, methods, parse_heads(heads, where), where))
+    show(shown, as_json, output, wide)
+    print(f"wrote {measured.keep(list(found), where)}", file=sys.stderr)
+
+
 def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
     """The ways of `--way`; without it the default ones, with `all` every one."""
     from qattn_hf.bench.ways import default_ways
@@ -250,7 +280,7 @@ def bench_model(
     """The model `source`; without, one with random weights: Llama-3.1-8B's shape, four layers of it, or a tiny one.
 
     Args:
-        dtype: precision; `auto` is that of `source`, without `source` bfloat16 on a GPU and float32 on a CPU.
+        dtype: precision; `auto` is the dtype of `source` or, without `source`, bfloat16 on a GPU and float32 on a CPU.
         random_weights: whether only the config of `source` is read.
     """
     import torch
@@ -272,7 +302,7 @@ def bench_model(
     return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, precision or torch.bfloat16)
 
 
-def chosen_methods(names: list[str] | None) -> dict[str, Method]:
+def chosen_methods(names: Sequence[str] | None) -> dict[str, Method]:
     """Settings of one layer by the method's spelling: `["turbo:bits=2"]` -> `{"turbo:bits=2": settings}`."""
     from qattn_hf.recipes.recipe import find_recipes
 

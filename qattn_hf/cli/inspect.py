@@ -43,7 +43,7 @@ def inspect(
     layer: Annotated[
         list[int] | None,
         typer.Option(
-            "--layer", min=0, help="Layer with pictures of its own. Repeatable.", show_default="first, middle, last"
+            "--layer", min=0, help="Layer to draw separately. Repeatable.", show_default="first, middle, last"
         ),
     ] = None,
     dtype: DtypeOption = "auto",

@@ -139,8 +139,7 @@ def kernels(known: bool) -> str:
 
     if not known:
         return "the reference, on a GPU too."
-    dims = ", ".join(map(str, support.HEAD_DIMS))
-    return f"Triton kernels on a CUDA GPU, head dims {dims}; else the reference."
+    return f"Triton kernels on a CUDA GPU, head dims {support.head_dims()}; else the reference."
 
 
 def recipes_of(method: str) -> dict[str, str]:

@@ -9,14 +9,15 @@ import typer
 
 from qattn_hf.cli._common import (
     DtypeOption,
+    GpuOption,
     JsonOption,
+    MemoryOption,
     ModelArgument,
     OutputOption,
     UsageError,
     WeightsOption,
     WideOption,
     methods_option,
-    size_option,
     write_data,
 )
 from qattn_hf.messages import size
@@ -25,6 +26,7 @@ from qattn_hf.model.loading import model_source
 from qattn_hf.model.positions import beyond, positions_of
 
 if TYPE_CHECKING:
+    from qattn_hf.planning.cards import Card
     from qattn_hf.planning.plan import Planner
     from qattn_hf.recipes.recipe import Recipe
 
@@ -33,9 +35,8 @@ DEFAULT = ("int8", "sage2", "turbo", "turboquant", "kivi", "sinkq")
 
 def plan(
     model: ModelArgument = None,
-    gpu_memory: Annotated[
-        int | None, size_option("--gpu-memory", "Memory of the GPU", "that of this machine's GPU")
-    ] = None,
+    gpu: GpuOption = None,
+    gpu_memory: MemoryOption = None,
     method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     context: Annotated[
         list[int] | None,
@@ -53,7 +54,7 @@ def plan(
             "--prefill-chunk-size",
             min=1,
             help="Tokens in a call of generate that reads a prompt into a packed cache.",
-            show_default="that of generate",
+            show_default="as in generate",
         ),
     ] = None,
     weights: WeightsOption = None,
@@ -67,14 +68,14 @@ def plan(
     The table has a line for each method and for full precision. No weights are downloaded, and no GPU is needed.
     The exit code is 1 if the model or every method is refused.
 
-    Example: qattn plan Qwen/Qwen3-8B --gpu-memory 24GiB --method turbo --method kivi:bits=4
+    Example: qattn plan Qwen/Qwen3-8B --gpu rtx-4090 --method turbo --method kivi:bits=4
     """
     import torch
 
     from qattn_hf.planning.plan import Planner
     from qattn_hf.recipes.recipe import find_recipes
 
-    memory = bytes_here() if gpu_memory is None else gpu_memory
+    memory = memory_of(gpu) if gpu_memory is None else gpu_memory
     ways: dict[str, str | Recipe] = {"full": "full", **find_recipes(method or DEFAULT)}
     planner = Planner(
         model_source(model),
@@ -83,7 +84,7 @@ def plan(
         prefill_chunk_size=chunk,
     )
     contexts, batches = context or [8192, 32768], batch or [1]
-    rows = [row_of(planner, name, way, memory, batches, contexts) for name, way in ways.items()]
+    rows = rows_of(planner, ways, gpu, memory, batches, contexts)
     about = conditions(planner, model or "embedded demo model", memory)
     if as_json:
         print(json.dumps({**about, "rows": rows}, indent=1))
@@ -105,17 +106,33 @@ def conditions(planner: Planner, name: str, memory: int) -> dict[str, Any]:
     }
 
 
-def bytes_here() -> int:
-    """Bytes of this machine's GPU.
+def memory_of(card: Card | None) -> int:
+    """Bytes of the card that `--gpu` names, or of this machine's GPU.
 
     Raises:
         UsageError: there is none.
     """
-    import torch
+    from qattn_hf.planning.machine import gpu_memory
 
-    if not torch.cuda.is_available():
-        raise UsageError("there is no GPU here: say how large it is, such as --gpu-memory 24GiB")
-    return torch.cuda.get_device_properties(0).total_memory
+    if (memory := gpu_memory(card)) is None:
+        raise UsageError("there is no GPU here. Fix: name one, --gpu rtx-4090, or its size, --gpu-memory 24GiB")
+    return memory
+
+
+def rows_of(
+    planner: Planner,
+    ways: dict[str, str | Recipe],
+    card: Card | None,
+    memory: int,
+    batches: list[int],
+    contexts: list[int],
+) -> list[dict[str, Any]]:
+    """A row of each method, with the kernels of the card that `--gpu` names or of this machine's GPU."""
+    from qattn_hf.planning.machine import chip_for
+    from qattn_kernels.chip import as_chip
+
+    with as_chip(chip_for(card)):
+        return [row_of(planner, name, way, memory, batches, contexts) for name, way in ways.items()]
 
 
 def row_of(
@@ -178,7 +195,7 @@ def show(about: dict[str, Any], rows: list[dict[str, Any]], wide: bool = False) 
     chunk = about["prefill_chunk_size"]
     calls = "as generate cuts them" if chunk is None else f"in calls of {chunk} tokens"
     print(f"prompts of packed caches {calls}; a smaller prefill_chunk_size takes less for activations")
-    print("upper bounds: memory is given out as by PyTorch's caching allocator with its default settings")
+    print("upper bounds: they assume PyTorch's caching allocator with its default settings")
     for row in rows:
         if "not_planned" in row:
             print(f"{row['method']}: {row['not_planned']}")

@@ -80,7 +80,7 @@ def tune(
 ) -> None:
     """Write a recipe for a model within a budget of bits or KL.
 
-    --bits asks for the least KL within so many bits. --kl asks for the fewest bits within so much KL.
+    With --bits, find the least KL within a number of bits. With --kl, find the fewest bits within a KL.
 
     Example: qattn tune MODEL --text book.txt --bits 3.25 --output tuned.yaml
     """

@@ -50,7 +50,7 @@ def compare_drafts(
     """
     if (mine := model.config.get_text_config().vocab_size) != (other := draft.config.get_text_config().vocab_size):
         raise QAttnError(
-            f"the model has a vocabulary of {mine} tokens and the draft one of {other}: take one of its own"
+            f"the model has a vocabulary of {mine} tokens and the draft one of {other}: use one with the same tokenizer"
         )
     for each in (model, draft):
         check_rollout(each, prompts.shape[1], tokens)

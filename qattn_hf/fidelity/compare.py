@@ -28,6 +28,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.model.device import device_of
 from qattn_hf.model.tensor_parallel import shard_of
+from qattn_hf.patching import warm
 from qattn_hf.patching.patcher import patch, unpatch
 from qattn_hf.reading.chunks import feed
 from qattn_hf.reading.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
@@ -54,6 +55,7 @@ class ShadowCaches:
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
         self.model, self.first, self.passes = model, first, Passes()
         self.recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
+        warm.begin_for(model, self.recipes.values())  # of all at once, before the first call needs one
         self.renew()
         packed = packed_layers(model)
         windows = {name: packed_windows(cache) for name, cache in self.caches.items()}

@@ -199,7 +199,7 @@ def print_retrieval(rows: list[Row], wide: bool = False) -> None:
     )
     print_figures(header, lines, ["method"], wide)
     console.print(
-        "Share found; -: values that full precision found and the cache lost, +: those that the cache alone found. "
-        "Lost: of all that full precision found. Bits: a value, everything counted, "
+        "Share found. -: values that only full precision found, +: values that only the cache found. Lost: share of "
+        "full precision's values that the cache did not find. Bits: per value, everything counted, "
         f"at {rows[-1]['at_tokens']} tokens."
     )

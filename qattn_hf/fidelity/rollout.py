@@ -240,6 +240,6 @@ def print_rollouts(rows: list[Row], wide: bool = False) -> None:
     print_figures(header, lines, ["method"], wide)
     console.print(
         "KL of full precision to the cache on the text that the cache wrote (standard error over rows), and perplexity "
-        "of that text in full precision. First divergence: mean index of the first token that full precision's own "
-        "continuation has not; same: rows without one."
+        "of that text in full precision. First divergence: mean index of the first token that differs from full "
+        "precision's continuation. Same: rows that never differ."
     )

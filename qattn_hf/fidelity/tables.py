@@ -64,7 +64,7 @@ def print_table(rows: list[Row], wide: bool = False) -> None:
     )
     if first["own_layers"]:
         console.print(
-            f"{first['own_layers']} layers are the model's own. KL and perplexity are of the whole model; errors of "
+            f"{first['own_layers']} layers are not packed. KL and perplexity are of the whole model; errors of "
             f"attention, bits and KV are of the packed layers, {ranges([layer['layer'] for layer in first['layers']])}"
         )
     columns = len(header) if wide else FIRST

@@ -1,6 +1,6 @@
 """Find a recipe for one model within a budget of bits or of KL, for `qattn tune`.
 
-Unpacked layers stay unchanged. Layers, bytes and bits below are those of the packed layers.
+Unpacked layers stay unchanged. Layers, bytes and bits below count only packed layers.
 
 1. Screening. All candidates read what a model in full precision reads (`screening`). A layer drops a candidate if
    another one needs no more bytes and has no larger error of the attention output. It also drops a candidate that
@@ -34,6 +34,7 @@ from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head, settin
 from qattn_hf.fidelity.screening import Screening
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.model.heads import head_sizes
+from qattn_hf.patching import warm
 from qattn_hf.reading.metrics import pareto
 from qattn_hf.reading.sensitivity import Trial, losses
 from qattn_hf.reading.texts import Reading
@@ -286,6 +287,7 @@ def tune(
             raised for a model without packed layers, or with packed sliding windows.
     """
     dtype = dtype or model.dtype
+    warm.begin_for(model, (references or {}).values())
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)
     options = tuner.options(tuner.screen())
     front = plans([[(option.n_bytes, option.kl) for option in of_layer] for of_layer in options])

@@ -1,33 +1,32 @@
-"""Replacements of Transformers' methods that `generate` calls on a patched model: caches, masks, decode steps.
+"""Replacements of Transformers' methods that `generate` calls on a patched model: caches and masks.
 
 All are module-level functions, so that a patched model can be copied and pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
-from qattn_hf.attention.attention import is_span, mask
+from qattn_hf.attention.attention import mask
 from qattn_hf.attention.masks import check_earlier_mask, check_prompt_mask
 from qattn_hf.cache.cache import QAttnCache
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.generate.cuda_graph.capture import python_hook
-from qattn_hf.generate.cuda_graph.graph import GraphedCall
 from qattn_hf.generate.long_prompts import prefill_chunk
 from qattn_hf.generate.patched import Patched, patch_of
 from qattn_hf.generate.soft_prompts import check_soft_prompt, soft_prompt
+from qattn_hf.generate.step_runner import run_steps, whole_model
 from qattn_hf.generate.window import check_reach
 from qattn_hf.model._compat import CACHE
-from qattn_hf.model.bound_method import BoundMethod
 from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model.selection import restore
 from qattn_kernels.layer.state import needs_constants
+
+DRAFTED = 256  # spare capacity of a draft model's cache, in tokens
 
 
 def check_cache(cache: Any, layers: int) -> None:
@@ -92,25 +91,23 @@ def prepare_cache(
     last.skip_next(False)
     cache = model_kwargs[CACHE] = _cache_of(model, model_kwargs.get(CACHE))
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
-    cache.replays = False
-    _run_eagerly(model._qattn, generation_mode, cache)
+    run_steps(model, generation_config, generation_mode, cache)
     if generation_config.prefill_chunk_size is None:  # of this call only
         generation_config.prefill_chunk_size = prefill_chunk(
             model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
         )
     cache.prefill_chunk_size = generation_config.prefill_chunk_size
-    _capture_calls(model, generation_config, generation_mode, cache)
     if drafted:
         cache.raise_horizon(drafted)
-        if model._qattn.decode == "compile":  # Transformers 5.24 and later would compile a call for each draft length
+        if (
+            model._qattn.runner.how == "compile"
+        ):  # Transformers 5.24 and later would compile a call for each draft length
             generation_config.disable_compile = (
                 generation_config.disable_compile or generation_config.compile_config is None
             )
     if not generation_config.is_assistant:
         model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
-    elif _whole_model(model) and not all(
-        layer.planned and layer.capacity >= max_cache_length for layer in cache.packed
-    ):
+    elif whole_model(model) and not all(layer.planned and layer.capacity >= max_cache_length for layer in cache.packed):
         # a draft model runs many short calls; spare capacity keeps addresses, so few of the calls capture again
         model._qattn.pool.allocate(cache.plan, max_cache_length + max_cache_length // 4 + DRAFTED)
 
@@ -126,15 +123,6 @@ def _cache_of(model: PreTrainedModel, given: Any) -> QAttnCache:
     given._is_user_defined = True
     model._qattn.last.record(given)
     return given
-
-
-def _whole_model(model: PreTrainedModel) -> bool:
-    """Return whether a model runs all its layers.
-
-    A model that exits early to draft for itself must not be captured: its graph would be mistaken for a whole step over
-    the same tensors.
-    """
-    return model.config.get_text_config(decoder=True).num_hidden_layers == len(model._qattn.specs)
 
 
 def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -205,138 +193,6 @@ def _check_rolls_back(patched: Patched) -> None:
                 f"assisted generation rolls drafted tokens back, which layers of {spec} cannot: generate without an "
                 "assistant and prompt_lookup_num_tokens"
             )
-
-
-def _run_eagerly(patched: Patched, generation_mode: GenerationMode, cache: QAttnCache) -> None:
-    """Record that steps are eager until a call is captured. On a GPU, warn if none will be and the user did not ask for
-    eager steps."""
-    reason = _why_eager(patched, generation_mode)
-    cache.ran("eager", reason)
-    if reason not in (None, NOT_ASKED) and patched.device_type == "cuda":
-        patched.notices.of_eager(str(reason))
-
-
-def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
-    """Return the reason, for the report, why this `generate` never asks for the compiled call; None if it does."""
-    if patched.decode == "eager":
-        return patched.decode_reason
-    mode = generation_mode.value.replace("_", " ")
-    if generation_mode in CALLING and patched.decode == "compile":
-        return f"{mode} does not ask for compiled calls; decode='graph' captures its steps"
-    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *CALLING):
-        return f"{mode} is not captured"
-    return NOT_ASKED
-
-
-NOT_ASKED = "transformers did not ask for a compiled call"
-
-DRAFTED = 256  # spare capacity of a draft model's cache, in tokens
-# Modes that call the model directly; other modes ask for a compiled call
-CALLING = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
-
-
-def _capture_calls(
-    model: PreTrainedModel, generation_config: GenerationConfig, generation_mode: GenerationMode, cache: QAttnCache
-) -> None:
-    """Capture the model's direct calls in beam search and assisted generation like the steps of other modes."""
-    cache.captured_call, call = None, model.__dict__.get("_compiled_call_impl")
-    if isinstance(call, BoundMethod):
-        del model._compiled_call_impl
-    elif call is not None:  # set by `model.compile()`
-        return
-    asks = generation_mode in CALLING and not (generation_config.disable_compile or generation_config.compile_config)
-    if not asks or model._qattn.decode != "graph":
-        return
-    found = compiled_call(model, None)
-    if isinstance(found, GraphedCall):
-        cache.captured_call = found
-        # a module's `__call__` uses this attribute and skips its hooks
-        model._compiled_call_impl = BoundMethod(captured_call, model)
-
-
-def captured_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of a model's call during beam search and assisted generation: replay captured steps.
-
-    Calls with masks that `generate` did not make run as usual.
-    """
-    cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
-    made = isinstance(mask, dict) or (mask is not None and is_span(mask))
-    if args or not made or not isinstance(cache, QAttnCache) or torch.compiler.is_compiling():
-        return model._call_impl(*args, **kwargs)
-    if (call := cache.captured_call) is None:
-        return model._call_impl(*args, **kwargs)
-    cache.captured_call = None  # an eager call of the model comes here again
-    try:
-        return call(**kwargs)
-    finally:
-        cache.captured_call = call
-
-
-def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:
-    """Override of `get_compiled_call`: return the callable that runs decode steps, according to the recipe's `decode`.
-
-    The callable is a CUDA graph of the eager or compiled step (`GraphedCall`), or the eager model. It is Transformers'
-    compiled call if the caller gives a `compile_config` or a compiled step cannot be captured.
-
-    Without this override, `generate` on a GPU would compile by itself, because the capacity is fixed.
-
-    Raises:
-        UnsupportedError: compiled steps without capture, over a cache with `memory`.
-    """
-    patched = patch_of(model)
-    cache, way = patched.last.cache, _way_of(model, compile_config)
-    if cache is not None:
-        cache.captured_call = None  # callers of this method use its result directly
-        # a graph updates this when it runs
-        waiting = "eager" if way.how == "graph" else way.how, "no two decode steps had the same kind of inputs"
-        cache.ran(*waiting if way.captures and way.how != "eager" else (way.how, way.why))
-    if way.how == "eager":
-        return model.__call__
-    if not way.captures:
-        if cache is not None and cache.bounded:
-            raise UnsupportedError(
-                "compiled steps alone make no room, and a cache with memory= needs some in time: leave compile_config "
-                "out, and take decode='graph' or 'eager'"
-            )
-        return type(model).get_compiled_call(model, compile_config)
-    compiled = None
-    if way.how == "compile":  # use a mode without CUDA graphs: Inductor makes none over a cache that the step writes
-        compiled = type(model).get_compiled_call(model, CompileConfig(mode="default"))
-    if cache is not None:
-        cache.replays = True
-    return GraphedCall(model, patched.pool, patched.recipe.settings.decode == "graph", compiled)
-
-
-class Way(NamedTuple):
-    """How decode steps run.
-
-    Attributes:
-        how: `eager`, `graph` or `compile`.
-        why: the reason if this is not what the recipe asks for, else None.
-        captures: whether a CUDA graph captures the steps.
-    """
-
-    how: str
-    why: str | None
-    captures: bool
-
-
-def _way_of(model: PreTrainedModel, compile_config: CompileConfig | None) -> Way:
-    """Choose how the next decode steps of `generate` run. Warn if a forward hook prevents their capture."""
-    patched = patch_of(model)
-    how, why = patched.decode, patched.decode_reason
-    if not _whole_model(model):
-        return Way("eager", "it exits early, to draft for itself", why is None)
-    if compile_config is not None:
-        return Way("compile", None, False)
-    hook = None
-    if why is None and how != "eager" and patched.recipe.settings.decode != "graph":
-        hook = python_hook(model)
-    if hook is None:
-        return Way(how, why, why is None)
-    why = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
-    patched.notices.of_eager(why)
-    return Way("eager" if how == "graph" else how, why, False)
 
 
 def generate_masks(

@@ -66,14 +66,14 @@ def prefill_chunk(
     tokens = longest if mask is None or mask.dim() != 2 else mask.shape[1]
     if chunk is None or tokens <= chunk or len(packed) < len(cache.packed):
         return None
-    compiled = model._qattn.decode == "compile" and model._qattn.decode_reason is not None
+    runner = model._qattn.runner
     whole = (
         cache.mixed,
         generation_mode not in CUT_BY_TRANSFORMERS,
         generation_config.is_assistant,
         generation_config.output_hidden_states,
         not {name for name, value in model_kwargs.items() if value is not None} <= TEXT,
-        compiled or generation_config.compile_config is not None,
+        (runner.how == "compile" and not runner.captures) or generation_config.compile_config is not None,
         changing_rope(model) is not None,
     )
     return None if any(whole) else chunk

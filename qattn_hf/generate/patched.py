@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -21,6 +21,23 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
 
+class Runner(NamedTuple):
+    """How decode steps run.
+
+    Attributes:
+        how: `eager`, `graph`, `compile`, or `stock` over Transformers' own caches.
+        why: the reason if no CUDA graph captures the steps. None if one does, or if the recipe asks for eager steps.
+    """
+
+    how: str
+    why: str | None = None
+
+    @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs capture the steps."""
+        return self.how in ("graph", "compile") and self.why is None
+
+
 @dataclass
 class Patched:
     """State that `patch` attaches to a model and its decoder as `_qattn`: recipe, layer specs, how to undo the patch.
@@ -30,7 +47,7 @@ class Patched:
         beside: attention implementation of the unpacked layers; None if all layers are packed.
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
         attn_implementations: each config of the model with its attention implementation before `patch`.
-        decode, decode_reason: how `generate` runs its decode steps, and why not as a CUDA graph (`resolve_decode`).
+        runner: how `generate` runs its decode steps (`step_runner.runner_of_model`).
         window: width in tokens of the narrowest sliding window, None without one; no window hides a position
         sizes: heads of each layer, if all layers are packed and on one device; else None.
         hook_ids: ids of the forward hooks on both modules.
@@ -46,8 +63,7 @@ class Patched:
     beside: str | None
     device_type: str
     attn_implementations: list[tuple[PretrainedConfig, str | None]]
-    decode: str
-    decode_reason: str | None
+    runner: Runner
     window: int | None = None
     sizes: list[HeadSizes] | None = None
     hook_ids: list[int] = field(default_factory=list)

@@ -38,6 +38,6 @@ def check_soft_prompt(model: PreTrainedModel, attention_mask: torch.Tensor | Non
         )
     if kind in IN_THE_CACHE:
         raise UnsupportedError(
-            f"peft's {kind} fills a cache of its own with learned keys and values, and a packed cache cannot take "
-            "them: call unpatch(model), or learn the prompt by prompt tuning, p-tuning or LoRA"
+            f"peft's {kind} fills its own cache with learned keys and values, which a packed cache cannot take: call "
+            "unpatch(model), or use prompt tuning, p-tuning or LoRA"
         )

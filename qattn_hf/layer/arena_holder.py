@@ -11,7 +11,8 @@ import torch
 
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer.handle import Written
-from qattn_hf.layer.snapshot import Mark
+from qattn_hf.layer.rollback import Columns
+from qattn_hf.layer.snapshot import Mark, Restorable
 from qattn_hf.model.device import capturing
 from qattn_kernels.layer.arena import Layout, Outline, empty_arena, empty_bytes, outline, view_of, views
 from qattn_kernels.layer.spec import LayerSpec
@@ -20,39 +21,32 @@ from qattn_kernels.layout import Geometry, State
 
 
 class Writing:
-    """Context of a call that writes to a layer (`ArenaHolder.writing`).
+    """Context of an operation that writes to a layer in place (`ArenaHolder.writing`). If it fails, the layer is
+    restored to its `before`.
 
-    If the call fails, the layer is restored to its state before the call. A planned one-token step copies nothing: its
-    plan allocates all memory before the first launch, so only an interrupt between launches can stop it. Such an
-    interrupt leaves the layer `torn`. This is a class because every layer's step waits for it, and a generator context
-    takes the host longer.
+    A planned one-token step has no `before`: its plan allocates all memory before the first launch, so only an
+    interrupt between launches can stop it. Such an interrupt leaves the layer `torn`. This is a class because every
+    layer's step waits for it, and a generator context takes the host longer.
     """
 
-    __slots__ = ("kept", "layer", "planned", "tokens")
+    __slots__ = ("before", "layer", "stepped")
 
-    def __init__(self, layer: ArenaHolder, tokens: int):
-        self.layer, self.tokens = layer, tokens
-        self.kept: torch.Tensor | None = None
-        again = tokens == 1 and layer._stepped == layer.blocks and bool(layer._used)
-        self.planned = again and layer.spec.impl == "triton"
+    def __init__(self, layer: ArenaHolder, before: Mark | None, stepped: int | None = None):
+        self.layer, self.before, self.stepped = layer, before, stepped
 
-    def __enter__(self) -> None:
-        self.layer.check_ended()
-        if not self.planned and self.layer._used != 0:
-            self.kept = self.layer.rewritten().clone()
+    def __enter__(self) -> Mark | None:
         self.layer.torn = True
+        return self.before
 
     def __exit__(self, error: type[BaseException] | None, *traceback: Any) -> None:
-        layer = self.layer
         if error is None:
-            layer._stepped, layer.torn = layer.blocks if self.tokens == 1 else None, False
-        elif not self.planned:
-            layer.rewritten().zero_() if self.kept is None else layer.rewritten().copy_(self.kept)
-            layer.torn = False
+            self.layer._stepped, self.layer.torn = self.stepped, False
+        elif self.before is not None:
+            self.before.put_back(self.layer)
 
 
 class ArenaHolder:
-    """Memory of a `QAttnLayer`.
+    """Memory of a `QAttnLayer`; serves its calls as `layer.step.Memory`.
 
     Attributes:
         arena: uint8, all state tensors of the layer; None before the first call.
@@ -68,12 +62,14 @@ class ArenaHolder:
     blocks: int
     edits: int
     torn: bool
+    prompt_by: str
     _used: int | None
     _stepped: int | None = None  # capacity, in blocks, of the last one-token call
     arena: torch.Tensor | None = None
     borrowed = False
     moves = 0
     shared = False
+    table = None  # as `layer.step.Memory` has it: blocks are in the arena
     constants: State | None = None
     _state: State | None = None  # `state`, once requested
     _layout = ""  # layout of the tensors in the arena, as text
@@ -94,10 +90,20 @@ class ArenaHolder:
                     self._state = views(self.arena, Layout(self.geometry, self.spec))
         return self._state
 
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The arena, as `layer.step.Memory` has it."""
+        return () if self.arena is None else (self.arena,)
+
+    @property
+    def plan_key(self) -> tuple[str, int]:
+        """Layout and blocks of the arena, as `layer.step.Memory` has them."""
+        return self._layout, self.blocks
+
     def _no_tensor(self) -> NoReturn:
         raise UnsupportedError(
-            "a packed layer has codes, and no tensor of keys or values that could be read or replaced: what prunes or "
-            "edits a cache's tokens (kvpress, for one) needs a stock cache, unpatch(model)"
+            "a packed layer stores codes, so its keys and values cannot be read or replaced: libraries that prune or "
+            "edit cached tokens, such as kvpress, need a stock cache, unpatch(model)"
         )
 
     def _take_no_tensor(self, tensor: Any) -> None:
@@ -140,7 +146,7 @@ class ArenaHolder:
             return
         if capturing():
             raise UnsupportedError(
-                "a loaded cache is copied at its first call, which no CUDA graph can hold: make that call before"
+                "the first call copies a loaded cache, which a CUDA graph cannot capture: make that call before capture"
             )
         assert self.arena is not None
         with torch.inference_mode(False):  # tensors made under inference_mode could not be written outside it
@@ -191,31 +197,52 @@ class ArenaHolder:
         Args:
             bytes_too: True if the operation also changes `rewritten` in place.
         """
-        kept = None
-        if bytes_too and self.arena is not None:
+        bytes_too = bytes_too and self.arena is not None
+        if bytes_too:
             self.own()  # a borrowed arena must not be written, not even to restore it
-            kept = self.rewritten().clone()
-        return Mark({**vars(self), "_state": None}, kept)
+        host = {**vars(self), "_state": None}
+        if bytes_too and self._used == 0:
+            return Mark(host, zeros=self._rewritten)
+        return Mark(host, self.rewritten().clone() if bytes_too else None)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the attributes that a call of one token changes on the host."""
+        return {"edits": self.edits, "torn": self.torn, "_used": self._used, "prompt_by": self.prompt_by}
+
+    def before_call(self, tokens: int) -> Restorable:
+        """Return the layer's state before a call of `tokens` tokens per row."""
+        if tokens == 1 and self.arena is not None and self._used != 0:
+            return Columns(self.counts())
+        return self.mark(bytes_too=True)
 
     def rewritten(self) -> torch.Tensor:
         """View of the bytes of the arena that calls rewrite (`layer.arena.rewritten_bytes`)."""
         assert self.arena is not None
         return self.arena[: self._rewritten]
 
-    def written(self, past: int, by_sdpa: bool = False) -> Written | None:
+    def written(self, past: int, before: Mark | None, by_sdpa: bool = False) -> Written | None:
         """Return what other layers need to attend to the call that begins now; None if no layer shares the keys and
         values.
 
         Args:
+            before: the layer before the call, as `writing` made it.
             past, by_sdpa: as in `Written`.
         """
         if not self.shared or self.arena is None:
             return None
-        return Written(self.arena, self.blocks, past, self.rewritten().clone(), by_sdpa)
+        kept = None if before is None else before.kept
+        return Written(self.arena, self.blocks, past, self.rewritten().clone() if kept is None else kept, by_sdpa)
 
     def writing(self, tokens: int) -> Writing:
-        """Return the context of a call that writes `tokens` tokens; the host knows how full the layer is."""
-        return Writing(self, tokens)
+        """Return the context of a call that writes `tokens` tokens; the host knows how full the layer is.
+
+        Raises:
+            UnsupportedError: the layer is `torn`.
+        """
+        self.check_ended()
+        again = tokens == 1 and self._stepped == self.blocks and bool(self._used)
+        planned = again and self.spec.impl == "triton"
+        return Writing(self, None if planned else self.mark(bytes_too=True), self.blocks if tokens == 1 else None)
 
     def _fields(self) -> dict[str, Any]:
         """The layer's attributes without views, which a pickle would store one by one."""

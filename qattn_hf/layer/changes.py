@@ -60,7 +60,7 @@ def selected(layer: HasRows, indices: Any) -> Any:
         index = indices if isinstance(indices, slice) else torch.as_tensor(indices, device="cpu")
         rows = torch.arange(batch, device="cpu")[index].view(-1)
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise QAttnError(f"these are no rows of a cache that has {batch}: {error}. Nothing was changed") from None
+        raise QAttnError(f"these are not rows of a cache with {batch}: {error}. Nothing was changed") from None
     return layer.with_rows(rows)
 
 
@@ -167,8 +167,9 @@ def check_beams(layer: HasRows, beam_idx: torch.Tensor) -> None:
     known = beam_idx.device.type != "cpu" or bool(((beam_idx >= 0) & (beam_idx < (batch or 0))).all())
     if batch is not None and (beam_idx.shape != (batch,) or not known):
         raise QAttnError(
-            f"reorder_cache takes the number of one of {batch} rows for each row of the cache, not {len(beam_idx)} "
-            "numbers or others; batch_select_indices keeps some of the rows. Nothing was changed"
+            f"reorder_cache needs {batch} row numbers from 0 to {batch - 1}, one for each row of the cache, and got "
+            f"{len(beam_idx)} numbers or numbers out of range. To keep some of the rows use batch_select_indices. "
+            "Nothing was changed"
         )
 
 

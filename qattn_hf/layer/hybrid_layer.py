@@ -48,6 +48,9 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
         mark = super().mark(bytes_too)
         return mark._replace(host=mark.host | self.states())
 
+    def counts(self) -> dict[str, Any]:
+        return super().counts() | self.states()
+
     def states(self) -> dict[str, Any]:
         """Return the current attributes of the unpacked states."""
         return {name: value for name, value in attributes(self).items() if name in (*STATE, *HOST)}
@@ -66,7 +69,7 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
 
     def check_crop(self, count: int) -> None:
         raise UnsupportedError(
-            f"cannot crop {count} columns: a layer has linear attention or an SSM, whose state of that time is gone. "
+            f"cannot crop {count} columns: a layer has linear attention or an SSM, and its earlier state is gone. "
             "Start from a fresh cache"
         )
 

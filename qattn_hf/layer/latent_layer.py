@@ -10,6 +10,7 @@ from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.model.device import capturing
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.step import Step
 from qattn_kernels.step.latent_prompt import UpProjections, attend_expanded, by_expansion
 
 
@@ -52,9 +53,8 @@ class LatentLayer(QAttnLayer):
         self._check_call(query, handle)
         past = self._blocks_for(self.reserve(tokens))
         with self.writing(tokens):
-            out = attend_expanded(
-                query, handle.key, handle.value, span, self.state, self.spec, scores, past, unpadded, up
-            )
+            step = Step(query, handle.key, handle.value, span, self, scores, past)
+            out = attend_expanded(step, unpadded, up)
         self.count(tokens)
         self.prompt_by = "sdpa"
         return out

@@ -20,9 +20,10 @@ from qattn_kernels.layer.arena import Layout, Outline, columns_seen, outline
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
+from qattn_kernels.layer.step import Step
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
-from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
+from qattn_kernels.step.operator import attend, attend_and_keep, attend_step
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa, sees_raw
 from qattn_kernels.step.states import crop
 
@@ -192,8 +193,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
 
     def offload(self) -> None:
         raise UnsupportedError(
-            "a packed cache does not offload yet: make it without offloading; between calls cache.save(path) keeps "
-            "it in a file, and QAttnCache.load brings it back"
+            "a packed cache cannot offload: make it without offloading; between calls cache.save(path) keeps it in a "
+            "file, and QAttnCache.load reads the file"
         )
 
     prefetch = offload
@@ -225,24 +226,18 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 self._used = None
             else:
                 self.replayed_by_others = True
-            step = self.arena, self._layout, self.blocks, *scores, self.blocks
-            return self._fixed_step(handle, query, key, value, span, *step)
+            where = self.arena, self._layout, self.blocks
+            return self._fixed_step(handle, query, key, value, span, *where, *scores, self.blocks)
         past, prompt_by = self._blocks_for(self.reserve(tokens)), self.spec.impl
         result: tuple[torch.Tensor, torch.Tensor | None]
-        with self.writing(tokens):
-            sdpa = unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores)
-            handle.written = self.written(past, sdpa and sees_raw(self.spec))
+        with self.writing(tokens) as before:
+            step = Step(query, key, value, span, self, scores, past)
+            sdpa = unpadded and past == 0 and by_sdpa(step)
+            handle.written = self.written(past, before, sdpa and sees_raw(self.spec))
             if sdpa:
-                prompt = attend_prompt(query, key, value, span, self.state, self.spec, scores)
-                result, prompt_by = (prompt, None), "sdpa"
+                result, prompt_by = (attend_prompt(step), None), "sdpa"
             else:
-                assert self.arena is not None
-                call = query, key, value, span, self.arena, self._layout, self.blocks
-                if needs_dispatch(query):
-                    result = attend(*call, *scores, past)
-                else:
-                    state = self.state if self.spec.impl == "reference" else None  # kernels need no views
-                    result = attend_directly(*call, scores, past, state)
+                result = attend_step(step)
         self.count(tokens)
         self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
         return result

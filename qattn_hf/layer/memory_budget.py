@@ -51,8 +51,8 @@ def shared(specs: list[Spec]) -> list[Spec]:
     bounded = [spec for spec in packed if isinstance(spec, BudgetLayerSpec)]
     if bounded and (len(bounded) < len(packed) or any(spec.latent for spec in bounded)):
         raise ValueError(
-            "memory holds for packed layers that are all turbo's, without latent attention, windows or states of "
-            "their own: leave memory out, or the settings of single layers"
+            "memory needs turbo in every packed layer, without latent attention, packed windows or hybrid layers: "
+            "leave memory out, or the settings of single layers"
         )
     return [
         replace(spec, memory=spec.memory // (len(bounded) + 1)) if isinstance(spec, BudgetLayerSpec) else spec
@@ -110,9 +110,9 @@ def arranged(spec: BudgetLayerSpec, geometry: Geometry, need: int, wish: int) ->
     last = all_stages(spec)[-1]
     most = most_blocks(last, geometry, need) * spec.window.block
     raise CapacityError(
-        f"a row would have {need * spec.window.block} tokens, and of {geometry.batch} rows {size(spec.memory)} a layer "
-        f"hold {max(0, most)} each in {spec.k_bits} bits of keys and {spec.v_bits} of values; nothing was written. "
-        "Give more memory, fewer bits, or shorter rows"
+        f"{geometry.batch} rows of {need * spec.window.block} tokens need more than {size(spec.memory)} per layer, "
+        f"which holds {max(0, most)} tokens per row in {spec.k_bits} bits of keys and {spec.v_bits} of values; nothing "
+        "was written. Raise memory=, lower bits=, or shorten the rows"
     )
 
 

@@ -136,6 +136,10 @@ class ModelLayer:
         always copied."""
         return Mark(attributes(self))
 
+    def before_call(self, tokens: int) -> Mark:
+        """Return the layer's state before a call of `tokens` tokens per row."""
+        return self.mark(bytes_too=False)
+
     def check_crop(self, count: int) -> None:
         """Check that `crop(-count)` can remove the last `count` tokens; `count` is above 0.
 
@@ -144,8 +148,8 @@ class ModelLayer:
         """
         if not self._holds(count):
             raise UnsupportedError(
-                f"cannot crop {count} columns: a layer that is the model's own has {self.spec}, and its state of that "
-                "time is gone. Start from a fresh cache"
+                f"cannot crop {count} columns: an unpacked layer has {self.spec}, and its earlier state is gone. Start "
+                "from a fresh cache"
             )
 
     def _holds(self, count: int) -> bool:

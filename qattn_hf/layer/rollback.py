@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,35 @@ def columns(layer: Packed) -> tuple[int, int]:
     device."""
     seen, padded = torch.stack([layer.state["columns_seen"], layer.state["padded"]]).tolist()
     return seen, padded
+
+
+class Columns(NamedTuple):
+    """A packed layer before a call of one token. Nothing is copied: a crop removes the token bit for bit.
+
+    Attributes:
+        host: attributes that the call changes.
+    """
+
+    host: dict[str, Any]
+
+    def put_back(self, layer: Any) -> None:
+        """Remove the columns that came since, each from a separate call. The layer is left `torn` if one was padding,
+        if a compiled step wrote to it, or if its kernel launches were interrupted."""
+        count = layer.edits - self.host["edits"]
+        if layer.torn or layer._used is None or _pads(layer, count):
+            layer.torn = True
+            return
+        layer.own()
+        layer.torn = True  # until the attributes are set: the number of columns to remove is known only once
+        if count:
+            layer.cut(count)
+        vars(layer).update(self.host)
+
+
+def _pads(layer: Packed, count: int) -> bool:
+    """Return whether one of the last `count` columns of a layer is padding or comes before padding."""
+    seen, padded = columns(layer)
+    return seen - count < padded
 
 
 class Crop(NamedTuple):

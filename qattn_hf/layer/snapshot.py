@@ -1,7 +1,11 @@
-"""Snapshots of a cache's layers, to undo a failed operation that changes them in place.
+"""Snapshots of layers, to undo an operation that failed, was interrupted or must not count.
 
-Calls of a model (`cache/interrupted.py`) and edits of a cache (`QAttnCache.crop` and others) keep a snapshot until they
-end.
+| operation | snapshot |
+| --- | --- |
+| call of a model (`cache/interrupted.py`) | `Mark` of each layer; `rollback.Columns` for one token |
+| edit of a cache (`QAttnCache.crop` and others) | `Mark` or `LOST` of each layer |
+| write of one layer (`ArenaHolder.writing`), also again for layers that share keys (`kv_sharing.py`) | its `Mark` |
+| capture or warm-up of a decode step (`cuda_graph/graph.py`) | `Counts` of each layer |
 """
 
 from __future__ import annotations
@@ -26,16 +30,34 @@ class Mark(NamedTuple):
 
     Attributes:
         host: all attributes of the layer, tensors included.
-        kept: uint8, a copy of the first bytes of `host["arena"]`; None if the operation changes none of these bytes.
+        kept: uint8, a copy of the first bytes of `host["arena"]`; None if the operation changes none of these bytes, or
+            if they are zero.
+        zeros: number of first bytes of `host["arena"]` that the operation changes and that were zero.
     """
 
     host: dict[str, Any]
     kept: torch.Tensor | None = None
+    zeros: int = 0
 
     def put_back(self, layer: Any) -> None:
+        """Restore the layer. It is left `torn` if a compiled step wrote to it, which the host cannot see."""
         if self.kept is not None:
+            if layer._used is None and self.host["_used"] is not None:
+                layer.torn = True
+                return
             self.host["arena"][: self.kept.numel()].copy_(self.kept)
+        elif self.zeros:
+            self.host["arena"][: self.zeros].zero_()
         layer.__dict__ = dict(self.host)  # one assignment, so an interrupt cannot split it
+
+
+class Counts(NamedTuple):
+    """Counts of a layer on the host, before an operation that changes nothing on the device."""
+
+    host: dict[str, Any]
+
+    def put_back(self, layer: Any) -> None:
+        vars(layer).update(self.host)
 
 
 class Lost(NamedTuple):

@@ -9,18 +9,21 @@ import torch
 
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.layer import changes
+from qattn_hf.layer.arena_holder import Writing
 from qattn_hf.layer.budget_layer import BudgetLayer
 from qattn_hf.layer.handle import Handle, Written
 from qattn_hf.layer.latent_layer import LatentLayer
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.memory_budget import BudgetLayerSpec
+from qattn_hf.layer.snapshot import Mark, Restorable
 from qattn_hf.model.device import capturing
 from qattn_hf.model.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
-from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, views
+from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.step.operator import attend, beginning
+from qattn_kernels.layer.step import Arena, Step
+from qattn_kernels.step.operator import attend_step, beginning
 from qattn_kernels.step.states import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
 
 
@@ -101,11 +104,15 @@ class WindowLayer(QAttnLayer):
             if tokens > SHORT_CALL:
                 raise UnsupportedError(
                     f"a compiled call of {tokens} tokens is not supported with a packed sliding window, whose ring "
-                    f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='model'"
+                    f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='exact' with decode='eager'"
                 )
         elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
             return self._attend_long(query, handle, span, scores, unpadded)
         return super().attend(query, handle, span, scores, unpadded)
+
+    def before_call(self, tokens: int) -> Restorable:
+        mark = super().before_call(tokens)
+        return self._all_bytes() if isinstance(mark, Mark) and mark.kept is not None else mark
 
     def check_crop(self, count: int) -> None:
         """Check that every row still holds the tokens that re-enter the window without its last `count` tokens.
@@ -117,8 +124,8 @@ class WindowLayer(QAttnLayer):
         if self.is_initialized and bool(beyond_crop(self.state, spec.window, spec.sliding_window, count).any()):
             raise UnsupportedError(
                 f"cannot crop {count} columns: a packed layer has {WINDOWED[kind_of(spec)]} of {spec.sliding_window}, "
-                f"and what it showed then is gone; {spec.window.horizon} can be removed (crop_horizon). Crop less, or "
-                "start from a fresh cache"
+                f"and tokens that re-enter it are gone; {spec.window.horizon} can be removed (crop_horizon). Crop "
+                "less, or start from a fresh cache"
             )
 
     # Internals
@@ -128,19 +135,17 @@ class WindowLayer(QAttnLayer):
 
         After a failure all blocks are in their old places.
         """
-        assert self.arena is not None
         self.check_ended()
         count = left_behind(self.state, self.spec.window, self.spec.sliding_window)
-        before = self.mark(bytes_too=False)._replace(kept=self.arena.clone())
-        self.torn = True
-        try:
+        with Writing(self, self._all_bytes()):
             drop_front(self.state, self.tensor_specs(), count)
             self._used = used = self._slots_used()
-            self.torn = False
-        except BaseException:
-            before.put_back(self)
-            raise
         return used
+
+    def _all_bytes(self) -> Mark:
+        """Return the layer's state before an operation that may move its blocks."""
+        assert self.arena is not None
+        return self.mark(bytes_too=False)._replace(kept=self.arena.clone())
 
     def _behind(self, tokens: int) -> int:
         return most_left_behind(self.spec.window, self.spec.sliding_window, tokens)
@@ -160,12 +165,12 @@ class WindowLayer(QAttnLayer):
         blocks = max(self._blocks_for(self._used + tokens), behind + self.blocks)
         layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
         arena: Any = self.empty(layout, self.device) if first else changes.with_blocks(self, blocks).arena
-        where = arena, self._layout, blocks
         if self.shared:  # an extra copy, because this layer's blocks will move
             before = arena[: rewritten_bytes(layout)].clone()
             handle.written = Written(arena.clone(), blocks, past, before)
-        result = attend(query, handle.key, handle.value, span, *where, *scores, past)
-        state = views(arena, layout)
+        memory = Arena(arena, layout, self._layout)
+        result = attend_step(Step(query, handle.key, handle.value, span, memory, scores, past))
+        state = memory.state
         if first:
             used = tokens - behind * self.spec.window.block
             state["closed"].sub_(behind)

@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
 
 
 def split_arguments(arguments: dict[str, Any], harness: type) -> Arguments:
-    """Split lm-eval's model arguments into this package's and those of `harness`, lm-eval's model class.
+    """Split lm-eval's model arguments into this package's arguments and arguments of `harness`, lm-eval's model class.
 
     Raises:
         RecipeError: an unknown method or setting, a value out of range, or settings without a method.

@@ -190,10 +190,10 @@ class QAttnLM(HFLM):
         least = max(spec.window.span + spec.window.residual for spec in patched.packed)
         longest = max(len(text.tokens) for text in texts)
         raise QAttnError(
-            "nothing was packed while the texts of this task were scored, so their score would be full precision's: "
-            f"the longest has {longest} tokens, a block of {patched.recipe.method} closes after {least} and is read by "
-            f"the next chunk (of {self.chunk}). Give longer contexts (--num_fewshot), a smaller chunk, or settings "
-            "with a smaller block or residual; method=full is full precision by name"
+            "nothing was packed while the texts of this task were scored, so the score would be that of full "
+            f"precision: the longest text has {longest} tokens. A block of {patched.recipe.method} closes after {least}"
+            f", and the next chunk (of {self.chunk}) reads it. Use longer contexts (--num_fewshot), a smaller chunk, "
+            "or a smaller block or residual. To score full precision set method=full"
         )
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:

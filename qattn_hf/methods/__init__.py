@@ -1,12 +1,16 @@
 """Methods, one file each, found by file name. A method's settings choose formats, window, arithmetic and sparsity.
 
-Importing this package does not import torch. Methods' names need no import, and their settings import torch.
+Other packages add methods by an entry point: `[project.entry-points."qattn_hf.methods"]` with a line
+`NAME = "MODULE:CLASS"`. Importing this package does not import torch. Methods' names need no import, and their settings
+import torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,33 +27,62 @@ __all__ = [
     "measured_settings",
     "register",
 ]
+ENTRY_POINTS = "qattn_hf.methods"
 _registered: dict[str, type[Method]] = {}
 
 
 def list_methods() -> list[str]:
-    """Return the names of the package's methods for `patch(model, method=NAME)`, sorted: files of this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+    """Return the names for `patch(model, method=NAME)`, sorted: files of this folder, and methods of other packages."""
+    return sorted({*_own(), *_installed()})
+
+
+@cache
+def _own() -> frozenset[str]:
+    return frozenset(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    """Return the entry points of other packages by name. A name of this package stays its own."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in _own()}
 
 
 def is_method(name: str) -> bool:
-    """Return whether `get_method` knows a name: a method of the package, or a registered one."""
+    """Return whether `get_method` knows a name: a listed method, or a registered one."""
     return name in _registered or name in list_methods()
 
 
 def get_method(name: str) -> type[Method]:
-    """Return a method's settings class, a pydantic model: `METHOD` of the method's file, or a registered class."""
-    return _registered.get(name) or importlib.import_module(f"qattn_hf.methods.{name}").METHOD
+    """Return a method's settings class, a pydantic model.
+
+    It is `METHOD` of the method's file, a registered class, or the class of an entry point.
+
+    Raises:
+        ImportError: no such method, or the entry point's module cannot be imported.
+        TypeError: the entry point names something else than a `Method` of its own name.
+    """
+    if name in _registered:
+        return _registered[name]
+    if (point := _installed().get(name)) is None:
+        return importlib.import_module(f"qattn_hf.methods.{name}").METHOD
+    from qattn_hf.methods.base import Method
+
+    found = point.load()
+    if not (isinstance(found, type) and issubclass(found, Method) and found.name() == name):
+        raise TypeError(f"{ENTRY_POINTS}: {name} = {point.value!r} is no subclass of Method with the name {name!r}")
+    return found
 
 
 def register(method: type[Method]) -> type[Method]:
     """Register a method that is not part of the package, under `method.name()`. Usable as a decorator.
 
-    `patch` and recipes then accept the method. `list_methods` lists only the package's methods.
+    `patch`, recipes and commands of this process then accept the method. `list_methods` does not list it: an entry
+    point makes a method known to every process.
 
     Raises:
         ValueError: the package has a method of this name.
     """
-    if (name := method.name()) in list_methods():
+    if (name := method.name()) in _own():
         raise ValueError(f"{name} is a method of the package. Fix: define the class in a module of another name")
     _registered[name] = method
     return method

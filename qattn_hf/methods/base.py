@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,8 +17,8 @@ Rotation = Literal["none", "hadamard"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` sets for K alone what `bits` sets for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
 CLIP = (
-    "share of half a step by which the outer codes of 2 bits lie inside of their range, in sixteenths: steps are finer "
-    "so, and what lies farthest out errs more"
+    "shrinks the 2-bit range: the outermost levels move inward by clip / 2 of a step, a multiple of 1/16. Steps become "
+    "finer, and outliers err more"
 )
 PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "trees-decode", "trees-prefill", "released")
 
@@ -53,6 +54,10 @@ class Moved(NamedTuple):
     instead: str
 
 
+WINDOWS = Moved("exact", ("auto",), "'packed', which quantizes, or 'exact', which does not")
+OLD_EXACT = ("lossless", "model", "unquantized")  # old names of sliding='exact'
+
+
 def for_papers(module: str) -> str:
     """Name the method that `eval/papers/MODULE.py` registers, for messages."""
     return f"the method {module}, which eval/papers/{module}.py registers (`python eval/paper.py list`)"
@@ -79,16 +84,17 @@ class Method(BaseModel):
     )
     prefill_compute: Arithmetic | None = Field(
         None,
-        description="calls of more than 32 tokens: INT8 products of codes, or dequantized in the model's precision",
+        description="calls of more than 32 tokens: int8 multiplies codes; model dequantizes, and multiplies in the "
+        "model's dtype",
     )
     decode_compute: Arithmetic | None = Field(
-        None, description="calls of at most 32 tokens, as decode steps: INT8 products or the model's precision"
+        None, description="calls of at most 32 tokens, such as decode steps, with the same choices"
     )
     softmax: Literal["exact", "sas"] = Field(
         "exact",
         description="exact exponential, or SAS, TurboAttention's approximation; SAS has no measured speed-up",
     )
-    sas_threshold: float = Field(-6.0, lt=0, description="SAS takes exp(x) as 0 for x below this")
+    sas_threshold: float = Field(-6.0, lt=0, description="SAS uses 0 for exp(x) if x is below this")
     sparse_v_tau: float = Field(
         0.0, ge=0, lt=1, description="sparse V: decode skips values whose attention weight is below this; 0 is off"
     )
@@ -100,11 +106,8 @@ class Method(BaseModel):
         "auto",
         description="how generate runs decode steps; auto is graph (CUDA graph) on a GPU where the model allows it",
     )
-    sliding: Literal["lossless", "model", "packed", "auto", "unquantized"] = Field(
-        "lossless",
-        description="layers with a sliding window: transformers' own cache (model), in the packed cache unquantized, "
-        "(lossless) whichever of the two is faster, packed, or (auto) packed where that takes at most three quarters "
-        "of the bytes",
+    sliding: Literal["exact", "packed"] = Field(
+        "exact", description="layers with a sliding window: exact keeps the model's precision, packed quantizes"
     )
     impl: Literal["auto", "reference", "triton"] = Field(
         "auto",
@@ -136,11 +139,20 @@ class Method(BaseModel):
     @classmethod
     def _without_moved(cls, given: Any) -> Any:
         """Refuse values that moved, and drop keys that are not settings any more."""
-        for key, moved in cls.moved.items():
+        for key, moved in {"sliding": WINDOWS, **cls.moved}.items():
             if key in given and given[key] in moved.values:
                 raise ValueError(f"{key}={given[key]!r} is not a setting of {cls.name()}. Fix: take {moved.instead}")
         gone = {key: moved.default for key, moved in cls.moved.items() if key not in cls.model_fields}
         return {key: value for key, value in given.items() if key not in gone or value != gone[key]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_new_names(cls, given: Any) -> Any:
+        """Replace old names of values, with a warning that has the new name."""
+        if (old := given.get("sliding")) not in OLD_EXACT:
+            return given
+        warnings.warn(f"sliding={old!r} is an old name. Fix: use sliding='exact'", FutureWarning, stacklevel=2)
+        return {**given, "sliding": "exact"}
 
     @model_validator(mode="after")
     def _one_compute(self) -> Method:
@@ -238,8 +250,8 @@ class EqualizedMethod(Method):
 
     equalize_k: bool = Field(
         False,
-        description="divide each key channel by a power of the ratio of key to query sizes before the rotation, and "
-        "multiply the query by it: products stay the same, and the rotation spreads no large channel over all others; "
+        description="before the rotation, divide each key channel by a power of its key-to-query size ratio and "
+        "multiply the query channel by it. Products stay the same, and no large key channel spreads over all others. "
         "patch runs the model once to find the powers",
     )
 
@@ -250,7 +262,7 @@ class EqualizedMethod(Method):
                 needed = "rotate='hadamard' and a turbo format for k_format"
             else:
                 needed = "rotate_k='hadamard'" if "rotate_k" in type(self).model_fields else "rotate='hadamard'"
-            raise ValueError(f"equalize_k is of keys that are rotated: set {needed}, or leave equalize_k out")
+            raise ValueError(f"equalize_k needs rotated keys: set {needed}, or leave equalize_k out")
         return self
 
     def arithmetic(self) -> Compute:
@@ -265,8 +277,8 @@ class RotatedMethod(EqualizedMethod):
     way, after RoPE.
     """
 
-    rotate_k: Rotation = Field("none", description="rotation of keys, and of queries, before keys get codes")
-    rotate_v: Rotation = Field("none", description="rotation of values before they get codes; outputs are rotated back")
+    rotate_k: Rotation = Field("none", description="rotation of keys and queries before keys are quantized")
+    rotate_v: Rotation = Field("none", description="rotation of values before quantization; outputs are rotated back")
 
     def arithmetic(self) -> Compute:
         return dataclasses.replace(super().arithmetic(), rotate=self.rotate_k, rotate_v=self.rotate_v)
@@ -281,13 +293,9 @@ class WindowedMethod(RotatedMethod):
         "sink_prefill": Moved("group", ("whole",), for_papers("paper_sinkq")),
     }
 
-    sink_num: int = Field(
-        0, ge=0, le=8, description="attention sinks of each head that stay out of the packed blocks; 0 is none"
-    )
-    sink_window: int = Field(
-        0, ge=0, le=128, description="tokens that left the sink pool and still stay out of the blocks"
-    )
-    sink_skip_layers: int = Field(0, ge=0, description="first layers that have no sink pool")
+    sink_num: int = Field(0, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none")
+    sink_window: int = Field(0, ge=0, le=128, description="latest evicted sinks that are not packed either")
+    sink_skip_layers: int = Field(0, ge=0, description="first layers without attention sinks")
 
     def sink_pool(self, layer: int) -> SinkPool:
         if self.sink_num == 0 or layer < self.sink_skip_layers:

@@ -33,7 +33,9 @@ class IntFlash(EqualizedMethod):
 
     moved: ClassVar[dict[str, Moved]] = {"v_granularity": Moved("block", ("tensor",), for_papers("paper_int_flash"))}
 
-    mode: Literal["full", "half"] = Field("full", description="half leaves values and weights in model precision")
+    mode: Literal["full", "half"] = Field(
+        "full", description="half quantizes queries and keys, but not values and weights"
+    )
     rotate: Rotation = Field("none", description="rotation of queries and keys, which spreads outliers over channels")
     smooth_k: bool = Field(False, description=SMOOTH_K)
     bits: Literal[8, 4] = Field(

@@ -47,17 +47,19 @@ class Kivi(WindowedMethod):
     bits: Bits = Field(2, description="of K and V")
     k_bits: Bits | None = Field(None, description="of K alone")
     v_bits: Bits | None = Field(None, description="of V alone")
-    group_size: Literal[32, 64, 128] = Field(32, description="tokens of a key's group, channels of a value's")
+    group_size: Literal[32, 64, 128] = Field(
+        32, description="size of a group with one scale: tokens of K, channels of V"
+    )
     clip: float = Field(0.0, ge=0, le=1, multiple_of=1 / 16, description=CLIP)
     token_norm: bool = Field(
         False,
-        description="keys divided by their norms before they get codes, so that the small ones of attention sinks keep "
-        "their direction: 16 bits more a key",
+        description="divide keys by their norms before quantization, so that the small keys of attention sinks keep "
+        "their direction; adds 16 bits per key",
     )
     compensate_k: bool = Field(
         False,
-        description="a key's channels get their codes eight at a time, and each makes up for the errors before it "
-        "where the model's queries look (GPTQ's rounding); patch runs the model once for that",
+        description="quantize a key's channels eight at a time, and let each correct earlier errors in the directions "
+        "of the model's queries (GPTQ's rounding). patch runs the model once for that",
     )
     residual_length: int = Field(128, ge=0, le=128, description="newest tokens that are never packed")
 

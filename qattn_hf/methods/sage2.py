@@ -80,12 +80,12 @@ class Sage2(Method):
         for key in PACKED_ONLY:
             value = getattr(self, key)
             if value != type(self).model_fields[key].default:
-                raise ValueError(f"{key}={value!r} clashes with cache='model': it acts on a packed cache alone")
+                raise ValueError(f"{key}={value!r} clashes with cache='model': it needs a packed cache")
         for key in ("compute", "decode_compute"):
             if getattr(self, key) == "int8":
                 raise ValueError(
-                    f"{key}='int8' clashes with cache='model', whose decode is in the model's precision: "
-                    "leave it out, or give prefill_compute"
+                    f"{key}='int8' clashes with cache='model', which decodes unquantized: leave it out, or set "
+                    "prefill_compute"
                 )
 
     def packs(self) -> bool:

@@ -30,15 +30,13 @@ class SinkQ(Kivi):
         Measured("sinkq:group_size=32", "bits"),
     )
 
-    group_size: Literal[32, 64, 128] = Field(128, description="tokens of a key's group, channels of a value's")
+    group_size: Literal[32, 64, 128] = Field(
+        128, description="size of a group with one scale: tokens of K, channels of V"
+    )
     residual_length: int = Field(32, ge=0, le=128, description="newest tokens that are never packed")
-    sink_num: int = Field(
-        3, ge=0, le=8, description="attention sinks of each head that stay out of the packed blocks; 0 is none"
-    )
-    sink_window: int = Field(
-        32, ge=0, le=128, description="tokens that left the sink pool and still stay out of the blocks"
-    )
-    sink_skip_layers: int = Field(2, ge=0, description="first layers that have no sink pool")
+    sink_num: int = Field(3, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none")
+    sink_window: int = Field(32, ge=0, le=128, description="latest evicted sinks that are not packed either")
+    sink_skip_layers: int = Field(2, ge=0, description="first layers without attention sinks")
 
 
 METHOD = SinkQ

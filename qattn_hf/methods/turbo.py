@@ -85,20 +85,18 @@ class Turbo(WindowedMethod):
     buffer_size: int = Field(64, gt=0, le=1024, description="tokens of the INT8 buffer, a multiple of block_kv")
     v_scale: Literal["block", "token"] = Field(
         "block",
-        description="what has an INT8 scale of V: a packed block, as in the paper, or each of its tokens, which small "
-        "values such as those of attention sinks need",
+        description="what shares an INT8 scale of V: a packed block, as in the paper, or a token, which preserves the "
+        "small values of attention sinks",
     )
     smooth_k: bool = Field(False, description=SMOOTH_K)
     sink_num: int = Field(
-        3, ge=0, le=8, description="attention sinks of each head that stay out of the packed blocks; 0 is the paper's"
+        3, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none, as in the paper"
     )
-    sink_window: int = Field(
-        8, ge=0, le=128, description="tokens that left the sink pool and still stay out of the blocks"
-    )
+    sink_window: int = Field(8, ge=0, le=128, description="latest evicted sinks that are not packed either")
     memory: int | str | None = Field(
         None,
-        description="most that all packed layers may take, bytes or a text such as 12GiB: blocks begin with 8 bits, "
-        "and where room runs out the oldest get fewer, down to bits",
+        description="limit for all packed layers together, in bytes or as text such as 12GiB. Blocks begin with 8 "
+        "bits, and when room runs out the oldest get fewer, down to `bits`",
     )
 
     @model_validator(mode="after")
@@ -112,7 +110,7 @@ class Turbo(WindowedMethod):
             if low_heads is not None and self._side_bits(side) != "mixed":
                 raise ValueError(f"{side}_low_heads needs {side}_bits='mixed', which is {self._side_bits(side)!r}")
         if self.n_h is not None and "mixed" not in (self._side_bits("k"), self._side_bits("v")):
-            raise ValueError("n_h acts in bits='mixed' only")
+            raise ValueError("n_h needs bits='mixed'")
         return self
 
     @model_validator(mode="after")
@@ -122,12 +120,12 @@ class Turbo(WindowedMethod):
         if (n_bytes := parse_size(self.memory)) < FEWEST_BYTES:
             meant = f"{self.memory}GiB" if isinstance(self.memory, int) and self.memory else "12GiB"
             raise ValueError(
-                f"memory={named(self.memory)} is no size of a cache: it says {n_bytes} bytes, since a number without a "
-                f"unit counts bytes, and a cache takes more. Write the unit, memory: {meant}"
+                f"memory={named(self.memory)} is {n_bytes} bytes, too few for a cache: a number without a unit counts "
+                f"bytes. Write the unit, memory: {meant}"
             )
         if "mixed" in (self._side_bits("k"), self._side_bits("v")):
             raise ValueError("memory clashes with bits='mixed', where heads have different bits: take bits=4 or bits=2")
-        if self.sliding not in ("model", "lossless") or self.sparse_v_tau:
+        if self.sliding == "packed" or self.sparse_v_tau:
             raise ValueError("memory clashes with sparse_v_tau and with packed windows (sliding): leave them out")
         return self
 
@@ -149,7 +147,7 @@ class Turbo(WindowedMethod):
             return None
         if spec.latent:
             return "latent attention (MLA) stores parts of keys"
-        window = "a sliding window leaves its sinks behind" if hasattr(spec, "sliding_window") else None
+        window = "a sliding window drops its sinks" if hasattr(spec, "sliding_window") else None
         return self._pool_clash() or window  # None: sink_skip_layers skips this layer
 
     def _asks_for_pool(self) -> bool:

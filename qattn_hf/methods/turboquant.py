@@ -39,12 +39,12 @@ class TurboQuant(EqualizedMethod):
         Measured("turboquant:k_format=turbo4,v_format=turbo4,norm_block=null", "tune"),
     )
 
-    k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or model precision")
+    k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or unquantized")
     v_format: FormatName = Field("turbo4", description="of V, which needs fewer bits than K")
     norm_block: Literal[16, 32, 64, 128] | None = Field(
         32,
-        description="channels that share a norm in turbo formats, at most those rotated together; null: all these; 16: "
-        "reference only",
+        description="channels that share a norm in turbo formats, at most those rotated together (32 if these are "
+        "fewer); null: all these; 16: reference only",
     )
     rotate: Rotation = Field("hadamard", description="rotation of the sides in a turbo format; none for comparison")
 

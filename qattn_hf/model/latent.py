@@ -91,9 +91,9 @@ def layer_spec(spec: LayerSpec, method: str) -> LayerSpec:
     for given, what in (
         (spec.sink_pool.num, "a sink pool, which looks for small keys"),
         (spec.k.smoothed or spec.v.smoothed or compute.smooth_k or compute.smooth_q != "none", "smoothing"),
-        (compensates(spec.k), "errors of a key's channels that make up for one another"),
+        (compensates(spec.k), "compensation between a key's channels"),
         ((compute.rotate, compute.rotate_v) != ("none", "none"), "a rotation of keys or values"),
-        (compute.round_sum or compute.pv in ("e4m3", "e5m2"), "products in integers or FP8 of whole keys and values"),
+        (compute.round_sum or compute.pv in ("e4m3", "e5m2"), "integer or FP8 products of whole keys and values"),
     ):
         if given:
             raise ValueError(

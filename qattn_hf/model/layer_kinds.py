@@ -19,7 +19,7 @@ REFUSED = {
     "deepseek_sparse_attention": "attention over tokens that an indexer chooses (DSA)",
     "qwen_sparse_attention": "attention over tokens that an indexer chooses",
     "minimax_m3_sparse": "attention over blocks that an indexer chooses",
-    "hybrid_sliding": "sliding windows beside linear attention or an SSM",
+    "hybrid_sliding": "sliding windows with linear attention or an SSM",
     "reference_sliding_attention": "sliding windows that keep a reference",
     "compressed_sparse_attention": "attention over compressed tokens",
     "heavily_compressed_attention": "attention over compressed tokens",
@@ -37,7 +37,7 @@ class HybridLayerSpec(LayerSpec):
     states: int = 1
 
     def __str__(self) -> str:
-        return f"{STATES['linear_attention']} beside attention"
+        return f"attention with {STATES['linear_attention']}"
 
     @property
     def rolls_back(self) -> bool:

@@ -62,9 +62,9 @@ def model_source(name: str | None) -> str:
     path = Path(source).expanduser()
     if (file := _gguf(path)) is not None:
         raise ValueError(
-            f"model {source}: a GGUF file has its own codes, and qattn reads Transformers folders: convert it once, "
-            f"by AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r})"
-            ".save_pretrained(FOLDER) and the same of AutoTokenizer; then give FOLDER as the model"
+            f"model {source}: qattn reads Transformers folders, not GGUF files. Convert the file once with "
+            f"AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r})"
+            ".save_pretrained(FOLDER), do the same with AutoTokenizer, and give FOLDER as the model"
         )
     # A hub name has one slash at most. Asking the hub for a mistyped path would give a confusing message.
     if (path.is_absolute() or source[0] in ".~" or source.count("/") > 1) and not path.is_dir():

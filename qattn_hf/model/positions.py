@@ -35,6 +35,6 @@ def beyond(tokens: int, positions: int | None) -> str | None:
     if positions is None or tokens <= positions:
         return None
     return (
-        f"{tokens} tokens are beyond the model's {positions} positions, for which alone it was made: take fewer, or "
-        "rope scaling in its config"
+        f"{tokens} tokens are more than the {positions} positions that the model supports: use fewer, or set rope "
+        "scaling in its config"
     )

@@ -25,12 +25,12 @@ from qattn_hf.generate.generation import (
     candidate_generator,
     check_cache,
     check_given,
-    compiled_call,
     generate_masks,
     prepare_cache,
     prepare_stock_cache,
 )
 from qattn_hf.generate.patched import Patched, patch_of
+from qattn_hf.generate.step_runner import compiled_call
 from qattn_hf.generate.stop_check import defer_stop_checks
 from qattn_hf.generate.window import check_call, check_compiled, check_reach
 from qattn_hf.model import latent
@@ -238,7 +238,7 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *
     """
     if kwargs.get("push_to_hub"):
         raise UnsupportedError(
-            f"save_pretrained(push_to_hub=True) would leave {RECIPE_FILE} behind: call model.push_to_hub(repo_id)"
+            f"save_pretrained(push_to_hub=True) does not upload {RECIPE_FILE}: call model.push_to_hub(repo_id)"
         )
     saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if args[0] if args else kwargs.get("is_main_process", True):

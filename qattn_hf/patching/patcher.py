@@ -13,8 +13,8 @@ from qattn_hf.attention import model_constants
 from qattn_hf.attention.stock_cache import STEPS
 from qattn_hf.cache import notices
 from qattn_hf.errors import QAttnError
-from qattn_hf.generate.cuda_graph.capture import resolve_decode
-from qattn_hf.generate.patched import Patched, patch_of
+from qattn_hf.generate.patched import Patched, Runner, patch_of
+from qattn_hf.generate.step_runner import runner_of_model
 from qattn_hf.generate.window import narrowest
 from qattn_hf.model import _compat
 from qattn_hf.model.device import device_of
@@ -69,12 +69,13 @@ def patch(
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
     own = own_states(specs)
-    if not chosen.settings.packs():
+    packs = chosen.settings.packs()
+    if not packs:
         check_full(model)
-    decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
+    runner = runner_of_model(model, chosen.settings.decode, own) if packs else Runner("stock", STEPS)
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     window = narrowest(model.config.get_text_config(decoder=True))
-    patched = Patched(chosen, specs, beside, device_type, [], *decode, window, sizes)
+    patched = Patched(chosen, specs, beside, device_type, [], runner, window, sizes)
     name = patched.register()
     patched.constants = _unpatched_constants(model, specs)
     own_config(model)
@@ -87,18 +88,28 @@ def patch(
         raise
     hooks.install(model, patched)
     notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
-    if chosen.settings.packs():
-        warm.begin_for(model, specs, shard_of(model).size)
+    _warn_of_slow_ways(patched)
+    if packs:
+        warm.begin_for(model, [chosen])
         _note_unused(model)
     _warn_of_nothing(specs)
     return model
 
 
+def _warn_of_slow_ways(patched: Patched) -> None:
+    """Warn on a GPU if decode steps cannot be captured, or kernels use another GPU's launch configurations."""
+    if patched.device_type == "cuda" and patched.runner.how == "eager" and patched.runner.why is not None:
+        patched.notices.of_eager(patched.runner.why)
+    if (reason := notices.borrowed_configurations(patched.specs, patched.device_type)) is not None:
+        patched.notices.of_configurations(reason)
+
+
 def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
     """Warn if the method packs no layer."""
     if not any(map(of_method, specs)):
-        where = "unquantized" if any(isinstance(spec, LayerSpec) for spec in specs) else "the model's own"
-        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=3)
+        packed = any(isinstance(spec, LayerSpec) for spec in specs)
+        where = "is unquantized" if packed else "stays in transformers' own cache"
+        warnings.warn(f"nothing is packed: every layer {where}, with {specs[0]}", stacklevel=3)
 
 
 def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:

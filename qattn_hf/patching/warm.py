@@ -1,25 +1,64 @@
-"""Compile kernels in parallel before a call needs them: in threads of `patch`, or by `qattn check --compile`."""
+"""Compile kernels in parallel before a call needs them: in threads of `patch`, or by `qattn doctor --compile`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf.layer.memory_budget import BudgetLayerSpec, all_stages
+from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, local_window
+from qattn_hf.model.tensor_parallel import shard_of
+from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
+
+if TYPE_CHECKING:
+    from qattn_kernels.step.warm import LayerShape
 
 log = logging.getLogger(__name__)
 
 
+def shapes(
+    config: PretrainedConfig,
+    specs: Iterable[tuple[int, LayerSpec | ModelLayerSpec]],
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: int = 1,
+) -> dict[LayerShape, list[int]]:
+    """Return the shapes of the layers that kernels compute, each with its layers.
+
+    Args:
+        config: the model's config.
+        specs: layer indices and specs, from `Recipe.layer_specs` of one recipe or of several. Unpacked layers and
+            layers of the reference need no kernels.
+        dtype: dtype of keys and values.
+        device: where the layers run.
+        shards: number of processes among which the heads are split.
+    """
+    capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
+    found: dict[LayerShape, list[int]] = {}
+    for i, spec in specs:
+        if not isinstance(spec, LayerSpec) or spec.impl != "triton":
+            continue
+        from qattn_kernels.step.warm import LayerShape  # loads Triton
+
+        sizes = head_sizes(config, i)
+        heads = sizes.query // shards, sizes.kv // shards, sizes.dim
+        for one in all_stages(spec) if isinstance(spec, BudgetLayerSpec) else (spec,):
+            shape = LayerShape(one, *heads, dtype, device, capped, local_window(one), sizes.v_dim)
+            found.setdefault(shape, []).append(i)
+    return found
+
+
 def begin(
     config: PretrainedConfig,
-    specs: list[LayerSpec | ModelLayerSpec],
+    specs: Iterable[tuple[int, LayerSpec | ModelLayerSpec]],
     dtype: torch.dtype,
     devices: Iterable[torch.device],
     shards: int = 1,
@@ -27,49 +66,37 @@ def begin(
     """Start compiling in threads the kernels that `generate` needs. A call waits for the kernels that it launches.
 
     Args:
-        config: the model's config.
-        specs: one for each layer, from `Recipe.layer_specs`. Unpacked layers and layers of the reference need no
-            kernels.
-        dtype: dtype of keys and values.
+        config, specs, dtype, shards: as in `shapes`.
         devices: GPUs on which layers run.
-        shards: number of processes among which the heads are split.
 
     Returns:
         A future for each kernel function. If one failed, a call compiles the kernel itself and reports its error.
     """
-    fused = dict.fromkeys(
-        (one, head_sizes(config, i))
-        for i, spec in enumerate(specs)
-        if isinstance(spec, LayerSpec) and spec.impl == "triton"
-        for one in (all_stages(spec) if isinstance(spec, BudgetLayerSpec) else (spec,))
-    )
-    if not fused:
+    specs = list(specs)
+    found = [shape for device in devices for shape in shapes(config, specs, dtype, device, shards)]
+    if not found:
         return []
-    from qattn_kernels.step.warm import LayerShape, warm  # loads Triton
+    from qattn_kernels.step.warm import warm  # loads Triton
 
-    capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
-    return warm(
-        LayerShape(
-            spec,
-            heads.query // shards,
-            heads.kv // shards,
-            heads.dim,
-            dtype,
-            device,
-            capped,
-            local_window(spec),
-            heads.v_dim,
-        )
-        for spec, heads in fused
-        for device in devices
-    )
+    return warm(found)
 
 
-def begin_for(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec], shards: int) -> list[Future]:
-    """Run `begin` for a model on GPUs. Returns [] for other models and on errors, as calls compile missing kernels."""
+def begin_for(model: PreTrainedModel, recipes: Iterable[Recipe]) -> list[Future]:
+    """Run `begin` for a model on GPUs and the recipes that it will be patched with.
+
+    Returns [] for other models and on errors, as calls compile missing kernels.
+    """
     devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
+    if not devices:
+        return []
+    kind, shard = device_of(model).type, shard_of(model)
     try:
-        return begin(model.config, specs, model.dtype, devices, shards) if devices else []
-    except Exception as error:  # the model is patched by now, and its first call reports the error again
+        specs = [
+            pair
+            for recipe in recipes
+            for pair in enumerate(recipe.for_model(model.config).layer_specs(model.config, kind, shard))
+        ]
+        return begin(model.config, specs, model.dtype, devices, shard.size)
+    except Exception as error:  # a call reports the error again
         log.warning("kernels are not compiled ahead: %s", error)
         return []

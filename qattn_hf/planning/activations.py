@@ -29,6 +29,7 @@ from qattn_kernels.layer.arena import Layout, places, rewritten_bytes, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
+from qattn_kernels.layer.step import Arena, Step
 from qattn_kernels.layout import Geometry
 from qattn_kernels.step.states import drop_front, left_behind, most_left_behind
 
@@ -176,8 +177,8 @@ class CountedLayer(CacheLayerMixin):
         if (plan := self.plans.get(key)) is not None:
             return plan.allocate()[0]
         span = torch.empty((query.shape[0], 2), dtype=torch.int32, device=META)
-        call = partial(compute, query, handle.key, handle.value, span, arena, layout, scores, blocks)
-        results, recorder = recorded(call, collects=True)
+        step = Step(query, handle.key, handle.value, span, Arena(arena, layout, layout.encode()), scores, blocks)
+        results, recorder = recorded(partial(compute, step), collects=True)
         self.plans[key] = None if recorder.foreign else Planned.of(results, recorder.allocated)
         return results[0]
 

@@ -1,7 +1,7 @@
 """Simulate PyTorch's caching allocator without a GPU: the memory it takes from CUDA for a sequence of tensors.
 
 This is more than the tensors alive at once. Tensors lie in segments, and the free gaps between them may be too small
-for the next tensor. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings, on one stream,
+for the next tensor. The rules follow `c10/cuda/CUDACachingAllocator.cpp` with default settings, on one stream,
 without `expandable_segments`.
 """
 
@@ -25,7 +25,7 @@ class Block:
         address: unique, in the order of segments.
         size: bytes.
         small: whether it belongs to a segment for small tensors.
-        before, behind: neighbours in the segment, at lower and at higher addresses.
+        before, after: neighbours in the segment, at lower and at higher addresses.
         free: whether it holds no tensor.
     """
 
@@ -33,7 +33,7 @@ class Block:
     size: int
     small: bool
     before: Block | None = None
-    behind: Block | None = None
+    after: Block | None = None
     free: bool = False
 
 
@@ -66,26 +66,26 @@ class CachingAllocator:
         block.free = False
         rest = block.size - size
         if rest >= ROUNDING if small else rest > SMALL:
-            behind = Block(block.address + size, rest, small, block, block.behind)
-            if block.behind is not None:
-                block.behind.before = behind
-            block.size, block.behind = size, behind
-            self._keep(behind)
+            after = Block(block.address + size, rest, small, block, block.after)
+            if block.after is not None:
+                block.after.before = after
+            block.size, block.after = size, after
+            self._keep(after)
         return block
 
     def free(self, block: Block) -> None:
         """Take a block back, and merge it with free neighbours."""
-        before, behind = block.before, block.behind
-        if behind is not None and behind.free:
-            self._drop(behind)
-            block.size, block.behind = block.size + behind.size, behind.behind
-            if behind.behind is not None:
-                behind.behind.before = block
+        before, after = block.before, block.after
+        if after is not None and after.free:
+            self._drop(after)
+            block.size, block.after = block.size + after.size, after.after
+            if after.after is not None:
+                after.after.before = block
         if before is not None and before.free:
             self._drop(before)
-            before.size, before.behind = before.size + block.size, block.behind
-            if block.behind is not None:
-                block.behind.before = before
+            before.size, before.after = before.size + block.size, block.after
+            if block.after is not None:
+                block.after.before = before
             block = before
         self._keep(block)
 
@@ -103,7 +103,7 @@ class CachingAllocator:
 
     def _give_back(self) -> None:
         for free in self._free.values():
-            empty = [entry for entry in free if entry[2].before is None and entry[2].behind is None]
+            empty = [entry for entry in free if entry[2].before is None and entry[2].after is None]
             self.reserved -= sum(size for size, _, _ in empty)
             free[:] = [entry for entry in free if entry not in empty]
 

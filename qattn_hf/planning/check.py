@@ -102,8 +102,8 @@ class Check:
         """
         if self.weight_bytes is None:
             raise QAttnError(
-                f"the weights are quantized ({self.quantization}), and a config does not say how many bytes they take: "
-                "give them, check(..., weight_bytes=N), or qattn check MODEL --weights 16GiB"
+                f"the weights are quantized ({self.quantization}), and the config does not give their size: pass it, "
+                "check(..., weight_bytes=N), or qattn doctor MODEL --weights 16GiB"
             )
         own_bytes = self.own_bytes
         if full_precision:

@@ -115,7 +115,7 @@ class Planner:
         self.prefill_chunk_size, self.fixed = prefill_chunk_size, fixed
         if weight_bytes is None and (how := quantization_of(self.config)) is not None:
             raise QAttnError(
-                f"the weights are quantized ({how}), and a config does not say how many bytes they take: give them, "
+                f"the weights are quantized ({how}), and the config does not give their size: pass it, "
                 "Planner(..., weight_bytes=N), or qattn plan MODEL --weights 16GiB"
             )
         self._model = without_weights(self.config)
@@ -144,12 +144,12 @@ class Planner:
         specs = recipe.layer_specs(self.config, "cuda")
         self._check_packed(specs, "packed layers")
         if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
-            raise UnsupportedError("memory= says itself what the cache takes: plan the fewest bits without it")
+            raise UnsupportedError("memory= already sets the size of the cache: plan the fewest bits without it")
         check_packs(recipe)
         packed = [spec if isinstance(spec, LayerSpec) else None for spec in specs]
         if any(spec is not None and spec.impl != "triton" for spec in packed):
             raise UnsupportedError(
-                "the reference computes some of its layers, and only the memory of kernels is predicted; qattn check "
+                "the reference computes some of its layers, and only the memory of kernels is predicted; qattn doctor "
                 "says why"
             )
         return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, packed)
@@ -162,8 +162,8 @@ class Planner:
                 "; sliding='packed' packs windows, where it can" if any(getattr(x, "why", None) for x in own) else ""
             )
             raise UnsupportedError(
-                f"{len(own)} layers of {self.config.model_type} have {own[0]}, which is the model's own, and only the "
-                f"memory of {what} is planned{packs}; qattn check counts the bytes of any cache"
+                f"{len(own)} layers of {self.config.model_type} stay unpacked, with {own[0]}, and only the "
+                f"memory of {what} is planned{packs}; qattn doctor counts the bytes of any cache"
             )
 
     def memory(self, way: Way, batch: int, context: int) -> Memory:

@@ -117,7 +117,7 @@ class Recipe:
         return dataclasses.replace(recipe, by_family=False, family=defaults)
 
     def _unquantized(self) -> Method:
-        """Return the settings of windows with `sliding="unquantized"`: settings of the method `none`."""
+        """Return the settings of windows with `sliding="exact"`: settings of the method `none`."""
         horizon: dict[str, Any] = {"crop_horizon": self.settings.crop_horizon}
         return get_method("none")(**horizon)
 
@@ -170,7 +170,7 @@ class Recipe:
         self._check_choices(layers)
         try:
             unquantized = partial(packed, settings=self._unquantized())
-            kept = decide(own, config, self.settings, device_type, packed, unquantized)
+            kept = decide(own, self.settings, device_type, packed, unquantized)
             specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
         except UnsupportedError:
             raise
@@ -181,7 +181,7 @@ class Recipe:
         return [one.setdefault(spec, spec) for spec in specs]
 
     def _check_choices(self, layers: int) -> None:
-        """Refuse settings for layers that a model of so many does not have."""
+        """Refuse settings for layers that a model of `layers` layers does not have."""
         for choice in self.choices:
             if max(choice.layers) >= layers:
                 where = named(choice.where)
@@ -301,7 +301,7 @@ def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
 def _given_once(inline: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Merge settings written after a method's colon with keywords. A setting given in both places is refused."""
     if twice := [key for key in inline if key in settings]:
-        raise RecipeError(f"{named(twice[0])} is given twice, behind the method's name and beside it; keep one of them")
+        raise RecipeError(f"{named(twice[0])} is given twice, in the method's text and separately; keep one of them")
     return {**inline, **settings}
 
 

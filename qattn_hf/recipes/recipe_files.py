@@ -72,7 +72,7 @@ def checkpoint_recipe(checkpoint: str | None) -> Path | None:
     path = Path(checkpoint or "") / RECIPE_FILE
     if not checkpoint or not os.path.isfile(path):
         return None
-    log.warning("the recipe beside the weights is used: %s; name a method or a recipe for another one", path)
+    log.warning("using the recipe in the model's folder: %s; name a method or a recipe to use another one", path)
     return path
 
 

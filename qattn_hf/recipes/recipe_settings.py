@@ -106,7 +106,7 @@ def layer_choices(base: Method, layers: Any, origin: str) -> tuple[LayerChoice, 
             chosen.append(layer)
         choices.append(LayerChoice(where, tuple(chosen), _layer_settings(base, given, here), given))
     if choices and not all(settings.packs() for settings in (base, *(choice.settings for choice in choices))):
-        raise RecipeError(f"{origin}: cache='model' packs no layer, so layers cannot choose; take cache='quantized'")
+        raise RecipeError(f"{origin}: cache='model' packs no layer, and `layers` needs one; take cache='quantized'")
     return tuple(choices)
 
 
@@ -127,7 +127,7 @@ def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
     if other := [key for key in given if not isinstance(key, str)]:
         raise RecipeError(f"{here}: keys are names, not {shown(other[0])}")
     if shared := [key for key in given if key in SHARED]:
-        raise RecipeError(f"{here}: {shared[0]} is of all layers alike; give it beside method")
+        raise RecipeError(f"{here}: {shared[0]} applies to all layers; move it out of `layers`")
     method = find_method(given.get("method", base.name()), here)
     own = {key: value for key, value in given.items() if key != "method"}
     inherited = base.model_dump(exclude_unset=True)

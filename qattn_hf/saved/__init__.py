@@ -62,7 +62,7 @@ def save(cache: Saveable, path: str | Path, input_ids: torch.Tensor | None = Non
     if model is None:
         raise QAttnError(
             "the model that wrote this cache is not known: it made no call with it, or was freed, or the cache comes "
-            "from a pickle. Save the cache while its model is there"
+            "from a pickle. Save the cache while its model exists"
         )
     _check_shard(model)
     if any(isinstance(layer, BudgetLayer) and layer.spec != at_stage(layer.spec, 0) for layer in cache.layers):

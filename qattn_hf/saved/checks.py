@@ -67,7 +67,7 @@ def checked_specs(
                 )
             if row.get("places") != places_digest(Layout(geometry_of(row), specs[i])):
                 raise QAttnError(
-                    f"{path} was written by qattn-hf {header['qattn']}, which lays tensors out otherwise than this "
+                    f"{path} was written by qattn-hf {header['qattn']}, whose tensors have another layout than in "
                     f"{__version__}. Save the cache anew"
                 )
     return specs
@@ -181,7 +181,7 @@ def _check_own(
             raise unusable(path, f"{name} of {where} is {_shape(x)}")
     for states in ("conv_states", "recurrent_states"):
         if f"is_{states}_initialized" in host and not _agree(states, host, held):
-            raise unusable(path, f"{states} of {where} are not those of its attributes")
+            raise unusable(path, f"{states} of {where} do not match its attributes")
 
 
 def _has_state(layer: Any, name: str) -> bool:

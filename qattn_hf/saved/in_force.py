@@ -92,7 +92,7 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     was, now = theirs["rope"], ours["rope"]
     for name in sorted({*was, *now}):
         if name not in was or name not in now or not _alike(was[name], now[name]):
-            return f"the frequencies {name} of the RoPE are others: give the model the scaling that it had"
+            return f"the RoPE frequencies {name} differ: restore the model's scaling"
     return None
 
 
@@ -101,7 +101,7 @@ def changed(then: InForce, now: InForce) -> str | None:
     if found := difference(then._asdict(), now._asdict()):
         return found
     if then.parameters != now.parameters:
-        return "its config has other rope_parameters: give it the scaling that it had"
+        return "its config has other rope_parameters: restore them"
     return None
 
 

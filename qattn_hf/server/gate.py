@@ -18,7 +18,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 CLIENT_LEFT = 499  # a status for the log, as nginx writes it; nobody receives it
-DRAINED = 16  # bodies of so many times the bound are read to their end: a client that still writes reads no answer
+DRAINED = 16  # read bodies of up to 16 times the bound to their end: a client that still writes reads no answer
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 
 

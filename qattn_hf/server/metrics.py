@@ -23,10 +23,10 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own.
+    """Counters of one server, in a separate registry.
 
     Args:
-        engine: whose figures the gauges are, as far as it has them.
+        engine: source of the gauges. A gauge is left out if the engine does not have its figure.
     """
 
     def __init__(self, engine: Engine):

@@ -38,10 +38,16 @@ class Options:
     """How to serve.
 
     Attributes:
-        model: folder or hub name; None: the embedded one. name: what requests send as `model`; None: the model's own.
-        batching: requests together; None: where transformers can. blocks: of 256 tokens in the pool; None: what fits.
-        batch_tokens: of a forward; None: transformers' number. key: of clients; None: everybody is served.
-        max_body: bytes of a body at most. max_requests: that run or wait at once.
+        model: folder or hub name; None for the embedded model.
+        name: what requests send as `model`; None for the model's name.
+        batching: whether to serve requests together; None if transformers can.
+        blocks: blocks of 256 tokens in the pool; None for all that fit.
+        batch_tokens: most tokens of a forward; None for transformers' default.
+        device: None for a GPU if there is one.
+        dtype: of the model; `auto` is the checkpoint's.
+        key: that clients must send; None serves everybody.
+        max_body: most bytes of a request's body.
+        max_requests: most requests that run or wait at once.
     """
 
     model: str | None
@@ -111,7 +117,7 @@ def loaded(recipe: Recipe, options: Options) -> Service:
 
 
 def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: those of the generation config, else the tokenizer's."""
+    """Return the ids that end an answer, from the generation config or else the tokenizer."""
     found = model.generation_config.eos_token_id
     found = tokenizer.eos_token_id if found is None else found
     return [] if found is None else [found] if isinstance(found, int) else list(found)

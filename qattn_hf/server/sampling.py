@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from qattn_hf.server.schemas import Request
 
 COLDEST = 0.01  # a temperature below it is 0: scores divided by much less leave the range of fp32
-ALL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}  # every token, by the model's own probabilities
+ALL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}  # every token, with the model's probabilities
 
 
 def sampling_of(request: Request, config: GenerationConfig) -> dict[str, Any]:

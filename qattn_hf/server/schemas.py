@@ -16,8 +16,8 @@ ONE_ANSWER = "one request has one answer: send the request several times"
 NO_LOGPROBS = "the server keeps no probabilities: call the model in Python, or `qattn eval`"
 NO_TOOLS = "the server passes no tools to the chat template: describe them in a message"
 NO_EFFORT = "the model has no such setting: leave it out, or pass chat_template_kwargs that its template knows"
-TEXT_ALONE = "the server reads and writes text alone: leave it out"
-NO_PENALTY = "requests of one batch have no penalties of their own: leave it out"
+TEXT_ALONE = "the server reads and writes only text: leave it out"
+NO_PENALTY = "the server has no penalties for single requests: leave it out"
 NOT_HERE = "the server has no such service: leave it out"
 NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), ONE_ANSWER),
@@ -42,13 +42,13 @@ NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0, 0.0), NO_PENALTY),
     "repetition_penalty": ((1, 1.0), NO_PENALTY),
     "logit_bias": (({},), "scores of single tokens are not changed: leave it out"),
-    "echo": ((False,), "the answer has new text alone: put the prompt before it yourself"),
-    "suffix": (("",), "text is only written after a prompt: leave it out"),
+    "echo": ((False,), "the answer has only new text: put the prompt before it yourself"),
+    "suffix": (("",), "the server writes text only after a prompt: leave it out"),
 }
 
 
 class Body(BaseModel):
-    """What a body of the API is checked for: known fields, of their own types, finite numbers."""
+    """Checks of every request body: known fields, exact types, finite numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -130,7 +130,7 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def new_tokens(self) -> int | None:
-        """The most tokens of the answer; None: as many as there is room for."""
+        """Return the most tokens of the answer; None if only the room limits them."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

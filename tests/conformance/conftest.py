@@ -14,7 +14,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(params=[*cases(), *FIXED], ids=case_id)
 def row_case(request: pytest.FixtureRequest) -> Case:
-    """The same, and settings of which more is kept for each row."""
+    """As `case`, for settings that keep more data per row."""
     return request.param
 
 

@@ -61,7 +61,7 @@ def test_packed_attention_is_near_full_precision_and_not_equal(case: Case):
 
 
 def test_lse_merges_parts(case: Case):
-    """The log-sum-exp is that of the scores: weights of the last token over all keys sum to one."""
+    """The log-sum-exp belongs to the scores: the last token's weights over all keys sum to one."""
     q, k, v = random_qkv(1, 130)
     layer = make_layer((case[0], {**case[1], "compute": "model", "softmax": "exact"}))
     feed(layer, q, k, v, [129])
@@ -96,7 +96,7 @@ def test_crop_of_the_first_block_leaves_no_trace(row_case: Case):
     feed(cropped, *(3 * x for x in random_qkv(2, 40, seed=9)), [8, 40])
     assert not cropped.spec.k.windowed or (cropped.state["closed"] > 0).all()
     cropped.crop(-40)
-    rings = ("ring", "ring_scale", "clamped")  # slots behind the row's end hold anything, and events are counted
+    rings = ("ring", "ring_scale", "clamped")  # slots past the row's end are undefined, and events are counted
     fixed = [n for n, spec in cropped.tensor_specs().items() if n[:2] in ("k.", "v.") and spec.block_dim is None]
     fixed = [n for n in fixed if n[2:] not in rings]
     assert [n for n in fixed if not torch.equal(cropped.state[n], never.state[n])] == []
@@ -130,7 +130,7 @@ def test_crop_beyond_horizon_keeps_codes_and_opens_a_block(case: Case):
 
 
 def test_crops_one_after_another_reach_no_farther_than_the_ring(case: Case):
-    """Rejected tokens stand where older ones stood; what a second crop reopens is never read from there."""
+    """Rejected tokens occupy the ring slots of older ones, so a second crop must not reopen blocks from these slots."""
     q, k, v = random_qkv(2, 144)
     layer = make_layer(case)
     feed(layer, q, k, v, [140])
@@ -285,8 +285,11 @@ def test_a_query_that_is_not_finite_spoils_its_own_output_alone(case: Case, wron
 
 
 def test_what_is_masked_bends_no_scale(case: Case):
-    """Keys and values far from zero, which masked tokens stand as: if they counted, others would err several times as
-    much. What is read of these errs as it does where nothing is masked."""
+    """Masked tokens have keys and values far from zero.
+
+    If they counted for scales, other tokens would have several times the error. The error must equal that without a
+    mask.
+    """
     q, k, v = random_qkv(1, 192)
     k, v = k + 10.0, v + 10.0
     layer, whole = make_layer(case), make_layer(case)

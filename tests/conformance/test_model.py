@@ -13,8 +13,8 @@ from qattn_hf import CapacityError, QAttnCache, load_recipe, patch, report, unpa
 from qattn_hf.methods import get_method
 
 GREEDY = dict(do_sample=False, max_new_tokens=20)
-# To compile takes seconds, and what a compiled step sees of a method is its tensors: a ring of codes, one of numbers,
-# one beside sinks, and none. Compiled kernels run with every method (`kernels/test_compiled_steps_kernel.py`).
+# Compiling takes seconds, and a compiled step sees only a method's tensors: a ring of codes, an unquantized ring, a
+# ring with sinks, or no ring. Compiled kernels run with every method (`kernels/test_compiled_steps_kernel.py`).
 some_methods = pytest.mark.parametrize("method", ["turbo", "kivi", "sinkq", "int8"])
 
 
@@ -209,7 +209,7 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
     with pytest.raises(CapacityError, match="max_cache_len"):
         model.generate(ids, past_key_values=QAttnCache.for_model(model, max_cache_len=110), max_new_tokens=50)
     short = QAttnCache.for_model(model, max_cache_len=64)
-    fits = short.layers[0].capacity - 4  # whole blocks, of which one may have more tokens
+    fits = short.layers[0].capacity - 4  # whole blocks; one may have more tokens
     ids = random_ids(2, fits + 40)
     model(ids[:, :fits], past_key_values=short)
     before = {name: t.clone() for name, (t, _) in short.state_tensors().items()}
@@ -223,8 +223,8 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
 
 @some_methods
 def test_a_cache_goes_on_after_compiled_steps(model: LlamaForCausalLM, method: str):
-    """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate`: as after eager
-    steps, though nobody counted the compiled ones on the host."""
+    """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate` give the same
+    results as after eager steps, although the host did not count the compiled steps."""
     patch(model, method)
     ids, more = random_ids(2, 20), random_ids(2, 170, seed=3)
     compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode="default")

@@ -1,9 +1,9 @@
-"""The types that people name, each with everything that a cache is asked for, in one place.
+"""Well-known model types, each with everything that a cache supports, in one matrix.
 
-Rows of this matrix are types, with windows left to the model, packed or in the packed cache unquantized (`-packed`,
-`-unquantized`), and a model with an image in its prompt; columns are tests. `none` gives what the stock model gives,
-`int8` what its own run gives that is not cut up, moved or copied. What a row refuses stands in `REFUSED`, with the
-words that say so. The reference computes; kernels are compared with it at the end.
+Rows are types, with windows left to the model, packed (`-packed`) or unquantized in the packed cache (`-unquantized`),
+and a model with an image in its prompt. Columns are tests. `none` must give the stock model's results. `int8` must give
+the results of a run without splits, moves or copies. `REFUSED` has the refusals of a row with their words. The
+reference computes everything, and the last test compares kernels with it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Row(NamedTuple):
     """A type and its setting `sliding`."""
 
     model_type: str
-    sliding: str = "model"
+    sliding: str = "exact"
 
     def __str__(self) -> str:
-        return self.model_type + ("" if self.sliding == "model" else f"-{self.sliding}")
+        return self.model_type + ("" if self.sliding == "exact" else f"-{self.sliding}")
 
     @property
     def tokens(self) -> int:
         """Length of the prompt: past a window and past a block; of packed windows past the 384 tokens for which their
         layers have room, so that the first blocks are gone."""
-        return 80 if self.sliding == "model" else 400
+        return 80 if self.sliding == "exact" else 400
 
     def model(self, **changes: Any) -> PreTrainedModel:
         """The stock model, the same at every call."""
@@ -87,7 +87,7 @@ WINDOWED = ["gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "
 ROWS = [*map(Row, PACKED), *(Row(name, "packed") for name in (*WINDOWED, "llama4_text")), Row(VISION)]
 ROWS += [Row("gemma3_text", "unquantized")]
 
-OWN = "layers keep what is the model's own"
+OWN = "unpacked layers"
 OF_WINDOW: dict[str, tuple[str, ...]] = {
     "crop": ("cannot crop 5 columns", f"sliding window of {WINDOW}", "Start from a fresh cache"),
     "compile": (OWN, f"sliding window of {WINDOW}"),
@@ -97,7 +97,7 @@ OF_CHUNK: dict[str, tuple[str, ...]] = {
     "compile": (OWN, f"attention in chunks of {WINDOW}"),
 }
 OF_STATE: dict[str, tuple[str, ...]] = {
-    "crop": ("cannot crop 5 columns", "linear attention or", "state of that time is gone", "Start from a fresh cache"),
+    "crop": ("cannot crop 5 columns", "linear attention or", "earlier state is gone", "Start from a fresh cache"),
     "lookup": ("assisted generation is not supported with stateful models",),
     "compile": (OWN, "linear attention or SSM"),
 }
@@ -119,7 +119,7 @@ methods = pytest.mark.parametrize("method", ["none", "int8"])
 
 @contextlib.contextmanager
 def asked(row: Row, column: str) -> Iterator[None]:
-    """Context of what a row is asked for; it must be refused with the words of `REFUSED` where there are some."""
+    """Context for a test of a row. If `REFUSED` has an entry for it, the test must be refused with those words."""
     words = REFUSED.get(str(row), {}).get(column)
     if words is None:
         yield
@@ -130,7 +130,7 @@ def asked(row: Row, column: str) -> Iterator[None]:
 
 
 def stock_logits(row: Row) -> torch.Tensor:
-    """Of `MORE` behind the prompt, without any cache."""
+    """Return the stock model's logits of `MORE` after the prompt, without a cache."""
     inputs = row.prompt()
     inputs["input_ids"] = torch.cat([inputs["input_ids"], MORE], 1)
     return row.model()(**inputs, use_cache=False).logits[:, -MORE.shape[1] :]
@@ -141,7 +141,7 @@ def after(model: PreTrainedModel, cache: Cache, ids: torch.Tensor = MORE) -> tor
 
 
 def check_unchanged(row: Row, method: str, change: Callable[[PreTrainedModel, QAttnCache], QAttnCache]) -> None:
-    """What follows a cache after `change`, which leaves its tokens as they were, is what follows it without."""
+    """Check that a cache gives the same logits with and without `change`, which keeps its tokens."""
     model = row.patched(method)
     want = after(model, model(**row.prompt()).past_key_values)
     assert torch.equal(after(model, change(model, model(**row.prompt()).past_key_values)), want)
@@ -159,7 +159,7 @@ def test_padded_batch(row: Row, method: str):
     windows = [isinstance(layer, WindowLayer) for layer in layers]
     own = PACKED.get(row.model_type, [True] * len(layers))
     assert [layer in packed for layer in layers] == [a or b for a, b in zip(own, windows, strict=True)]
-    assert any(windows) == (row.sliding != "model")
+    assert any(windows) == (row.sliding != "exact")
     for layer in packed:
         assert (layer.state["closed"] > 0).all()
         assert (layer.state["block_pos"][:, 0] > 0).all() == isinstance(layer, WindowLayer)
@@ -242,7 +242,7 @@ def test_beams(row: Row, method: str):
 @methods
 @rows
 def test_lookup(row: Row, method: str):
-    """Drafts from a prompt that says the same again and again, most of which are taken back."""
+    """Drafts from a repetitive prompt. Most are rejected."""
     model, inputs, calls = row.patched(method), row.prompt((0,)), list[int]()
     again = [inputs["input_ids"], *[inputs["input_ids"][:, 25:40]] * 4]
     inputs["input_ids"] = torch.cat(again, 1)
@@ -292,7 +292,7 @@ def pickled(cache: QAttnCache) -> QAttnCache:
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @rows
 def test_copies(row: Row, copied: Callable[[QAttnCache], QAttnCache], method: str):
-    """They go their own way, whatever becomes of what they were copied from."""
+    """Copies are independent of the original cache."""
 
     def change(model: PreTrainedModel, cache: QAttnCache) -> QAttnCache:
         other = copied(cache)
@@ -306,7 +306,7 @@ def test_copies(row: Row, copied: Callable[[QAttnCache], QAttnCache], method: st
 @pytest.mark.product("mistral-packed")
 @rows
 def test_compiled_steps(row: Row):
-    """In one graph; refused by `patch` where layers keep what is the model's own."""
+    """Steps compile to one graph. `patch` refuses models with unpacked layers."""
     with asked(row, "compile"):
         model = row.patched("int8", decode="compile")
         torch._dynamo.utils.counters.clear()
@@ -326,22 +326,23 @@ WINDOWS = [(name, window) for window in (1, 63, 64, 65) for name in WINDOWED] + 
 @pytest.mark.product("mistral-64")
 @pytest.mark.parametrize(("model_type", "window"), WINDOWS)
 def test_windows(model_type: str, window: int):
-    """Left to the model and packed: the stock model's tokens, past the window in the prompt and in steps.
+    """Windows left to the model and packed windows give the stock model's tokens, past the window in the prompt and in
+    steps.
 
-    Of a window of one token a `DynamicCache` of transformers 5.23 keeps all tokens (`keys[:, :, -0:]`), so that steps
-    with it give others than the model without a cache, whose tokens packed layers give.
+    For a window of one token, a `DynamicCache` of transformers 5.23 keeps all tokens (`keys[:, :, -0:]`). Its steps
+    then differ from the model without a cache, and packed layers agree with the latter.
     """
     sizes = {"sliding_window": window, "max_position_embeddings": 8192}
     ids = torch.randint(3, 90, (1, max(400, window + 10)), generator=torch.Generator().manual_seed(3))
     stock = tiny(model_type, **sizes)
-    for sliding in ("model", "packed"):
+    for sliding in ("exact", "packed"):
         model = patched(Row(model_type, sliding), tiny(model_type, **sizes), "none")
         got = model.generate(ids, return_dict_in_generate=True, **GREEDY)
-        cached = window > 1 or sliding == "model"
+        cached = window > 1 or sliding == "exact"
         assert torch.equal(got.sequences, stock.generate(ids, use_cache=cached, **GREEDY))
         first = got.past_key_values.layers[0]
         assert isinstance(first, WindowLayer) == (sliding == "packed")
-        assert sliding == "model" or first.capacity < 1.25 * window + 400
+        assert sliding == "exact" or first.capacity < 1.25 * window + 400
 
 
 # Kernels know head dims from 64 on, and latents of these sizes
@@ -351,8 +352,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**OF_KERNELS, "mamba_n_heads": 16},
     "deepseek_v3": {},
 }
-# In the interpreter, which is slow, one row of each kind: own windows beside packed layers, packed ones with learned
-# sinks, chunks, linear attention in layers of its own and beside attention, latents, and an image.
+# The interpreter is slow, so one row of each kind: unpacked windows, packed windows with learned sinks, chunks, linear
+# attention in separate layers and together with attention, latents, and an image.
 KINDS = ["gemma2", "gpt_oss-packed", "llama4_text", "qwen3_next", "falcon_h1", "deepseek_v3", VISION]
 
 
@@ -363,15 +364,15 @@ KERNEL_ROWS = [row for row in ROWS if str(row) in KINDS or (DEVICE == "cuda" and
 @pytest.mark.product("gemma2")
 @pytest.mark.parametrize("row", KERNEL_ROWS, ids=str)
 def test_kernels(row: Row):
-    """A cache that is read in chunks, repeated, copied, cropped and continued: near what the reference gives for it."""
+    """A cache that is read in chunks, repeated, copied, cropped and continued stays close to the reference."""
     got, want = (history(row, impl) for impl in ("triton", "reference"))
     assert 0 < (got - want).norm() < 0.03 * want.norm()  # kernels round queries and weights to 8 bits in their own way
 
 
 def history(row: Row, impl: str) -> torch.Tensor:
-    """Logits of the calls behind a prompt."""
+    """Return the logits of the calls after a prompt."""
     model = patched(row, row.model(**SIZES.get(row.model_type, OF_KERNELS)).to(DEVICE), "int8", impl=impl)
-    inputs = {name: x.to(DEVICE) for name, x in row._replace(sliding="model").prompt((0,)).items()}
+    inputs = {name: x.to(DEVICE) for name, x in row._replace(sliding="exact").prompt((0,)).items()}
     first, second = inputs.pop("input_ids").split(40, 1)
     cache = model(first, **inputs).past_key_values
     found = [after(model, cache, second)]
@@ -379,7 +380,7 @@ def history(row: Row, impl: str) -> torch.Tensor:
     cache.batch_select_indices([1])
     cache = pickled(copy.deepcopy(cache))
     found.append(after(model, cache, OTHER[:1].to(DEVICE)))
-    with contextlib.nullcontext() if row.sliding != "model" else asked(row, "crop"):
+    with contextlib.nullcontext() if row.sliding != "exact" else asked(row, "crop"):
         cache.crop(-OTHER.shape[1])
     found.append(after(model, cache, OTHER[1:].to(DEVICE)))
     return torch.cat(found, 1)

@@ -1,4 +1,4 @@
-"""A setting that is taken acts: on what a layer stores, or on the part of its arithmetic that it names."""
+"""Every accepted setting has an effect: on a layer's storage, or on the part of the arithmetic that it names."""
 
 from __future__ import annotations
 

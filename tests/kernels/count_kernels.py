@@ -1,25 +1,24 @@
-"""Which kernels a process would compile for each method: `python count_kernels.py METHOD...` prints a line for each,
-`METHOD cold NAME`, or `METHOD warm NAME` for those that calls compile after `step.warm` has compiled what it knows of.
-Nothing finds what was compiled for another.
+"""List the kernels that a process would compile for each method: `python count_kernels.py METHOD...`.
 
-Nothing is compiled or run, and no GPU is needed: Triton's launches are followed up to the point where a kernel that is
-not there yet would be compiled.
+Lines are `METHOD cold NAME`, or `METHOD warm NAME` for kernels that calls compile after `step.warm` has compiled its
+list. Methods do not share compiled kernels here.
+
+Nothing is compiled or run, and no GPU is needed: each of Triton's launches is followed up to the point where it would
+compile a missing kernel.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "0"
+sys.path.append(str(Path(__file__).resolve().parents[2] / "eval"))
 
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from compile_for import follow_launches  # first: it turns Triton's interpreter off
+
+import torch  # isort: skip
 from triton.runtime.jit import JITFunction
 
 from qattn_hf.layer.layer import QAttnLayer
@@ -28,62 +27,17 @@ from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.kernels import fused_step
-from qattn_kernels.step.warm import LayerShape, launches
+from qattn_kernels.step.warm import LayerShape, variants
 
 # rows and tokens of prompts, each followed by steps of one token
 SHAPES = [(1, 100), (1, 700), (1, 3000), (1, 20000), (2, 700), (3, 300), (8, 700), (16, 512), (32, 1000), (50, 700)]
 HEADS, KV_HEADS, HEAD_DIM, NEW_TOKENS = 32, 8, 128, 64
 
 
-class Hopper:
-    """A driver without a GPU."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def follow_launches(see: Callable[..., None]) -> Iterator[None]:
-    """In this context launches compile and run nothing. `see(kernel, signature, constants, options, attributes)` gets
-    each kernel that was not there; afterwards none is, so that another context sees it again."""
-    launch, compile_, device_of = JITFunction.run, JITFunction._do_compile, torch.cuda.device_of
-    seen = []
-
-    def compile_nothing(
-        self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, *rest: Any
-    ) -> object:
-        see(self, signature, constants, options, attributes)
-        seen.append(self)
-        kernel = self.device_caches[device][0][key] = object()
-        return kernel
-
-    def launch_nothing(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **kwargs)
-
-    driver.set_active(Hopper())
-    JITFunction._do_compile, JITFunction.run = compile_nothing, launch_nothing
-    torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
-    try:
-        yield
-    finally:
-        JITFunction._do_compile, JITFunction.run, torch.cuda.device_of = compile_, launch, device_of
-        for kernel in seen:
-            kernel.device_caches.clear()
-
-
 def warm(spec: LayerSpec) -> None:
     """Compile what `patch` begins to compile."""
     shape = LayerShape(spec, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
-    for one in launches(shape):
+    for one, _ in variants([shape]):
         one.kernel.warmup(*one.arguments, grid=one.grid, **one.options)
 
 

@@ -1,5 +1,8 @@
-"""Settings with which the tests run kernels: a choice for methods that are named here, since the interpreter is slow;
-of every other method that is found, its defaults and variants, as far as kernels compute them."""
+"""Settings for tests of kernels.
+
+The interpreter is slow, so the methods named here have a selection. Every other method has its defaults and variants,
+if kernels compute them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ SMOOTHED: list[Case] = [
     ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
     ("turbo", {"smooth_k": True}),
 ]
-BY_CHANNELS: list[Case] = [  # groups of channels, or several arrangements of them: each head dim is a case of its own
+BY_CHANNELS: list[Case] = [  # groups of channels, in several arrangements: each head dim is a separate case
     ("turboquant", {}),
     ("turboquant", {"k_format": "turbo3", "v_format": "turbo2", "norm_block": None}),
     ("int_flash", {}),

@@ -63,8 +63,10 @@ def step(
     scores: Scores | None = None,
     after: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call of columns `start` to `end`, of which row 0 has `padding` on the left and the last row `after` on the
-    right: outputs and log-sum-exp."""
+    """Run one call over columns `start` to `end`.
+
+    Row 0 has `padding` on the left, the last row `after` on the right. Returns outputs and log-sum-exp.
+    """
     q, k, v = (x[:, :, start:end] for x in qkv)
     if not layer.is_initialized:
         layer.lazy_initialization(k, v)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [TURBO, KIVI, FORMATS[6]], ids=case_id)
 def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
-    """The same bits, those of masked tokens in a block that closes among them."""
+    """The bits are equal, including masked tokens in a block that closes."""
     qkv, layers = inputs(2, 129), []
     qkv[1][1, 0, 127, 1] = qkv[2][0, 1, 63, 0] = math.nan
     for most in (0, 1000):
@@ -32,7 +32,7 @@ def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
 
 @pytest.mark.parametrize("case", [TURBO, INT8, KIVI, FORMATS[6], ("sage2", {})], ids=case_id)
 def test_a_block_of_a_long_call_is_written_by_one_program_or_two(case: Case, monkeypatch):
-    """The same bits and outputs, where tokens are old, masked and behind a row's end."""
+    """Bits and outputs are equal, with old tokens, masked tokens and tokens past a row's end."""
     qkv, layers, outs = inputs(2, 150), [], []
     qkv[1][1, 0, 100, 1] = qkv[2][0, 1, 63, 0] = math.nan
     chosen = append._long_codes

@@ -82,9 +82,11 @@ def test_tile_scaled_weights_are_worse_than_row_scaled():
 @pytest.mark.parametrize("p_scale", ["row", "tile"])
 @pytest.mark.parametrize("block_q", [32, 64])
 def test_rounded_weights_by_hand(p_scale: str, block_q: int):
-    """Queries, keys and values whose codes are exact. Weights have 119 levels of the largest of a block of 64, of their
-    own query; or of `block_q` queries of the same head, against the largest score so far. Row sums are of the weights
-    before they are rounded."""
+    """Queries, keys and values have exact codes.
+
+    Weights have 119 levels relative to the largest weight in a block of 64: of the query alone, or of `block_q` queries
+    of the head relative to the largest score so far. Row sums add the unrounded weights.
+    """
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.zeros(1, 2, 128, 16), torch.zeros(1, 1, 128, 16), torch.zeros(1, 1, 128, 16)
     q[..., 0] = torch.randint(20, 119, (1, 2, 128), generator=g) / 119
@@ -143,8 +145,10 @@ def test_sparse_v_keeps_its_budget():
 
 @pytest.mark.parametrize("budget", [math.inf, 0.02])
 def test_sparse_v_by_hand(budget: float):
-    """Token by token, in order: what is below the threshold is left out as long as all that was left out so far, and
-    what would have been, stays within the budget."""
+    """Tokens are considered in order.
+
+    A weight below the threshold is skipped if the sum of all skipped weights, including it, stays within the budget.
+    """
     q, k, v = random_qkv(1, 200)
     tau = 2e-3
     layer = make_layer(("none", {"sparse_v_tau": tau, "sparse_v_budget": budget}))

@@ -1,6 +1,6 @@
-"""What a call makes codes of, against codes made by hand: who shares a scale, what is taken around which mean.
+"""Codes that a call computes, compared with codes made by hand: who shares a scale, and which mean is subtracted.
 
-SageAttention2, sections 3.1 to 3.5: reference and kernels, over keys and values as a stock cache has them. And queries
+SageAttention2, sections 3.1 to 3.5: reference and kernels over keys and values in a stock cache's layout, and queries
 of a decode.
 """
 
@@ -31,8 +31,10 @@ LIMIT = {"reference": 1e-5, "triton": 2e-3}  # rounding of fp32; a code that rou
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one row, queries of two heads, keys and values of one; some tokens far louder than others, channels with
-    means, and a key mask with holes, where numbers are larger than all others."""
+    """Return one row's queries of two heads, and keys and values of one head.
+
+    Some tokens are far larger than others, channels have means, and the key mask has holes over the largest numbers.
+    """
     g = torch.Generator().manual_seed(0)
     shapes = ((2, TOKENS), (1, OFFSET + TOKENS), (1, OFFSET + TOKENS))
     q, k, v = (torch.randn(1, heads, n, DIM, generator=g) for heads, n in shapes)
@@ -56,7 +58,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def shared(x: torch.Tensor, members: list, levels: int) -> torch.Tensor:
-    """`x` fp64 `[n, D]` in so many levels: rows whose `members` agree share the scale of their largest number."""
+    """Round `x` fp64 `[n, D]` to `levels` levels. Rows with equal `members` share the scale of their largest number."""
     out = torch.empty_like(x)
     for group in set(members):
         rows = [i for i, member in enumerate(members) if member == group]
@@ -66,7 +68,7 @@ def shared(x: torch.Tensor, members: list, levels: int) -> torch.Tensor:
 
 
 def query_group(granularity: str, n: int) -> Any:
-    """Section 3.3: 128 queries are a block, 32 of them a warp's, and a thread has every eighth of these."""
+    """Section 3.3: a block has 128 queries, a warp 32 of them, and a thread every eighth query of its warp."""
     return {"token": n, "thread": (n // 32, n % 8), "block": n // 128, "tensor": 0}[granularity]
 
 
@@ -85,7 +87,7 @@ class Codes(NamedTuple):
 
 
 def of_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """fp64 outputs `[T, D]` of one head: `q` `[T, D]`, `k`, `v` `[S, D]`, of which it sees the columns `seen`."""
+    """Return fp64 outputs `[T, D]` of one head: `q` `[T, D]`, `k`, `v` `[S, D]`. The head sees the columns `seen`."""
     q, k, v = q.double() * SCALE.scale, k[seen].double(), v[seen].double()
     size = {"none": len(q), "tensor": len(q), "block": 128}[codes.smooth_q]
     q_mean = torch.cat([part.mean(0).expand_as(part) for part in q.split(size)]) * (codes.smooth_q != "none")
@@ -118,9 +120,11 @@ CODES = [
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize(("settings", "codes"), CODES, ids=lambda x: "-".join(map(str, x)) if type(x) is Codes else "")
 def test_codes_of_queries_and_keys(settings: dict[str, Any], codes: Codes, impl: str):
-    """Values and weights are in the model's precision, so that what is left is rounding of fp32. Kernels may round a
-    code the other way, and where a block has one scale they add up to one unit of an integer sum, which is less than a
-    quarter of what codes cost."""
+    """Values and weights are unquantized, so only fp32 rounding remains.
+
+    Kernels may round a code the other way. If a block has one scale, that adds up to one unit of an integer sum, less
+    than a quarter of the codes' error.
+    """
     if impl == "triton" and codes.granularity == "tensor":
         pytest.skip("the kernels have no scale of a whole tensor")
     tensors = inputs()
@@ -180,9 +184,11 @@ FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 573
     ],
 )
 def test_codes_of_values(impl: str, pv: str, smooth_v: bool):
-    """Each channel has the scale of its largest number among all that the call sees, around its mean if that is asked
-    for. Queries of zeros weigh what they see alike, with weights that FP8 holds exactly; one value of thousands may
-    round the other way."""
+    """Each channel has the scale of its largest number over all tokens that the call sees, around its mean if smoothed.
+
+    Queries of zeros weigh all visible tokens equally, with weights that FP8 represents exactly. One value of thousands
+    may round the other way.
+    """
     q, k, v, mask = inputs()
     kind, largest = FORMATS[pv]
     seen = mask[0].nonzero()[:, 0]
@@ -199,10 +205,12 @@ def test_codes_of_values(impl: str, pv: str, smooth_v: bool):
 
 @pytest.mark.parametrize(("impl", "pv"), [("reference", "e4m3"), ("triton", "e4m3"), ("reference", "int8")])
 def test_codes_of_weights(impl: str, pv: str):
-    """Keys have one channel, so that their codes are exact, and so are values of 0 and 1: channel `i` gets what the
-    tokens of block `i` weigh. FP8 weights are 448 of the largest so far, which is the first token's: those of block 1
-    are normal numbers then, and that of block 2 lies halfway between two of the smallest. INT8 ones are 127 of their
-    block's largest."""
+    """Keys have one channel and values are 0 or 1, so all their codes are exact, and channel `i` gets the weights of
+    block `i`.
+
+    The largest FP8 weight so far, here the first token's, is 448. Weights of block 1 are then normal numbers, and the
+    weight of block 2 is halfway between two of the smallest numbers. The largest INT8 weight of a block is 127.
+    """
     total = OFFSET + TOKENS
     scores = torch.full((total,), -60.0)
     scores[:64], scores[64:128], scores[128:192] = torch.linspace(0, -3, 64), torch.linspace(-8, -7, 64), -11.9
@@ -236,8 +244,10 @@ def test_codes_of_weights(impl: str, pv: str):
     ids=lambda x: x[0] if isinstance(x, tuple) else getattr(x, "__name__", ""),
 )
 def test_queries_of_a_decode(case: Case, levels: int, run: Any):
-    """Each has a scale of its own, whatever a prefill does, and those of INT-FlashAttention are as wide as its keys.
-    Kernels take queries of eight bits finer than asked."""
+    """Each query has its own scale, independent of the prefill.
+
+    INT-FlashAttention's queries have as many bits as its keys. Kernels round 8-bit queries more finely than required.
+    """
     q, k, v = (x.to(DEVICE) for x in random_qkv(1, 129, dim=DIM))
     q[:, :, 128, 0] *= 9
     layer = make_layer(case, 192)

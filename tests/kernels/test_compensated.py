@@ -26,8 +26,11 @@ def test_an_error_is_taken_off_the_channels_behind_it_by_hand():
 
 
 def test_shares_are_of_numbers_not_of_steps():
-    """Of an error of 3/8 half is taken off 3 3/16, with a step of 2: 3 are left, 1.5 steps, and 2 is the even code. Of
-    one of 13/32 they are just less."""
+    """Half of an error of 3/8 is subtracted from 3 3/16, with a step of 2.
+
+    The result 3 is 1.5 steps and rounds to the even code 2. With an error of 13/32 the result is slightly below 1.5
+    steps.
+    """
     assert one([3 / 8, 3 + 3 / 16], 0.5, steps=(1, 2)) == [0, 2]
     assert one([13 / 32, 3 + 3 / 16], 0.5, steps=(1, 2)) == [0, 1]
 
@@ -71,7 +74,8 @@ def test_without_correlations_nothing_is_compensated():
 
 @pytest.mark.parametrize("dim", [8, 20, 64])  # one group; two and the half of one; eight
 def test_a_share_is_what_makes_up_for_most_of_an_error(dim: int):
-    """To what the channels of a group lost, the least squares of all in the groups behind it."""
+    """The correction is the least-squares solution over all channels in later groups for the error of the channels in a
+    group."""
     queries = correlated(dim).double()
     moment = queries.mT @ queries
     moment += DAMP * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(dim).double()

@@ -1,5 +1,8 @@
-"""Kernels belong to a method, not to a call: rows, lengths and how many programs share a context are run-time numbers,
-so that nobody waits for the compiler at each new batch size."""
+"""Kernels are compiled per method, not per call.
+
+Rows, lengths and the number of programs that share a context are run-time numbers, so a new batch size does not wait
+for the compiler.
+"""
 
 from __future__ import annotations
 

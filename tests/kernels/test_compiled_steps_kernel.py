@@ -1,5 +1,8 @@
-"""Steps that Python does not see, compiled or replayed, and then whatever else may be done with the cache: the host's
-count of tokens must not be believed. Reference and kernels, which in the interpreter take short calls as such steps."""
+"""Steps that Python does not see, compiled or replayed, followed by all other uses of the cache.
+
+The host's count of tokens must not be trusted. Both the reference and kernels run; the interpreter treats short calls
+as such steps.
+"""
 
 from __future__ import annotations
 

@@ -45,8 +45,10 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pair:
-    """An arena from which kernels take tokens back, and one from which the reference does. Two rows, the first of which
-    has padding in its first call. Keys become ever smaller, so that each block brings sinks."""
+    """Two equal arenas: kernels crop one, the reference the other.
+
+    The first of two rows has padding in its first call. Keys become smaller over time, so that each block brings sinks.
+    """
 
     def __init__(self, case: Case, lengths: list[int]):
         self.spec = get_method(case[0])(**case[1]).last_layer_spec(2)
@@ -88,7 +90,7 @@ class Pair:
 @pytest.mark.parametrize("drops", [[1], [5, 3, 70], [130], [200, 9], [250], [300]], ids=str)
 @pytest.mark.parametrize("case", [*FORMATS, *POOLS], ids=case_id)
 def test_tokens_are_taken_back_as_in_the_reference(case: Case, drops: list[int]):
-    """Within the horizon, beyond it, some of it behind a crop before, and all of a row."""
+    """Crops within the horizon, beyond it, partly past an earlier crop, and of a whole row."""
     pair = Pair(case, [270, 3, 1, 20])
     for drop in drops:
         pair.crop(drop)
@@ -114,7 +116,7 @@ def test_a_pool_is_rolled_back_by_any_number_of_tokens_within_the_horizon(case: 
 
 @pytest.mark.parametrize("case", POOLS, ids=case_id)
 def test_a_pool_survives_crops_with_tokens_between(case: Case):
-    """Drafts that are rejected again and again, some behind the horizon, and other tokens in their place."""
+    """Drafts that are rejected repeatedly, some beyond the horizon, with other tokens written in between."""
     pair = Pair(case, [150, 20])
     for drop, tokens in ((4, 5), (30, 33), (64, 70), (9, 1), (1, 2), (64, 1), (130, 60), (5, 64), (20, 32)):
         pair.crop(drop)
@@ -122,7 +124,10 @@ def test_a_pool_survives_crops_with_tokens_between(case: Case):
 
 
 def one_block(case: Case) -> int:
-    """So many tokens that the row without padding closes its first blocks; that with it does with the next nine."""
+    """Return enough tokens for the row without padding to close its first blocks.
+
+    The padded row closes its own with the next nine.
+    """
     window = get_method(case[0])(**case[1]).last_layer_spec(2).window
     return window.span + window.residual + 8
 

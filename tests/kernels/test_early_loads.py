@@ -1,4 +1,4 @@
-"""What a step loads beside its row's lengths, before it knows them: its token, its query, sinks, parts to be merged."""
+"""Loads that a step issues before it knows its row's lengths: its token, its query, sinks, and parts to merge."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_row_without_a_token_leaves_nothing_of_its_column(case: Case):
 
 @pytest.mark.parametrize("blocks", [13, 15, 17])
 def test_as_many_parts_as_a_merge_reads_early_and_one_more(blocks: int):
-    """Two blocks a part and the ring: 8, 9 and 10 parts, of which the oldest and the newest token matter most."""
+    """Two blocks per part and the ring give 8, 9 and 10 parts. The oldest and the newest token matter most."""
     tokens = 64 * blocks + 5
     q, k, v = inputs(1, tokens + 1, heads=1)
     for place in (3, 64 * blocks - 3):

@@ -151,7 +151,7 @@ UNIVERSAL = ("paper_turbo", {"buffer_scale": "universal"})
 def test_universal_scale_comes_from_the_first_call(side: str):
     q, k, v = random_qkv(2, 200)
     x = {"k": k, "v": v}[side]
-    x[:, :, 100] *= 3  # behind the first block
+    x[:, :, 100] *= 3  # after the first block
     layer = make_layer(UNIVERSAL)
     feed(layer, q, k, v, [150])
     scale = x[:, :, :150].abs().amax((2, 3)) / 119
@@ -169,7 +169,10 @@ def test_universal_scale_comes_from_the_first_call(side: str):
 
 
 def test_what_is_beyond_the_universal_scale_is_clamped_in_the_ring():
-    """Open tokens of single steps have that scale too: what is beyond is read as its largest, 119, and counted once."""
+    """Open tokens of single steps use the universal scale as well.
+
+    A number beyond it is read as the largest code, 119, and counted once.
+    """
     q, k, v = random_qkv(2, 72)
     for x in (k, v):
         x[0, 1, 71, :3] = torch.tensor([500.0, -500.0, 500.0])

@@ -56,5 +56,5 @@ def test_no_other_module_of_the_package_names_a_format():
                 for x in (node.left, *node.comparators)
             ):
                 named.append(f"{where}: line {node.lineno}")
-    # kernels of a prefill make codes of their own with the functions of two formats
+    # kernels of a prefill quantize with the functions of two formats
     assert {x for x in named if not x.startswith("ops/prefill/")} == set()

@@ -57,8 +57,8 @@ def test_bytes_in_memory_are_those_of_torch():
 
 @pytest.mark.parametrize("v_scale", ["block", "prompt"])
 def test_values_by_channel_by_hand(v_scale: str):
-    """Each channel of a block, or of a row's first block for good, has the scale of its largest value, which is 448;
-    what later blocks have beyond it is clamped, and counted."""
+    """Each channel of a block, or of a row's first block for all blocks, has the scale that maps its largest value to
+    448. Larger values in later blocks are clamped and counted."""
     q, k, v = random_qkv(2, 192)
     v[:, :, 64:128] *= 3
     layer = make_layer(("paper_sage2", {"v_scale": v_scale}))

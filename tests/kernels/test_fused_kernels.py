@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from qattn_kernels.launch.call import make_call
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.layer.state import side_of
+from qattn_kernels.layer.step import Step
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.ops.append.launch import finish
 from qattn_kernels.ops.crop.reference import crop
@@ -54,7 +55,7 @@ def inputs(
 
 
 def step(run, layer: QAttnLayer, qkv: Inputs, start: int, end: int, padding: int = 0, scores: Scores | None = None):
-    """One call of columns `start` to `end`, of which row 0 has `padding` on the left."""
+    """Run one call over columns `start` to `end`. Row 0 has `padding` on the left."""
     q, k, v = (x[:, :, start:end] for x in qkv)
     if not layer.is_initialized:
         layer.lazy_initialization(k, v)
@@ -153,7 +154,7 @@ def test_several_queries_are_single_steps(case: Case, tokens: int):
 
 @pytest.mark.parametrize("tokens", [1, 5, 31] if ON_GPU else [1, 5])
 def test_every_pair_of_widths(tokens: int):
-    """Four heads: 4 and 4 bits, 4 and 2, 2 and 4, 2 and 2. Each pair has a loop of its own."""
+    """Four heads with 4 and 4 bits, 4 and 2, 2 and 4, 2 and 2. Each pair has a separate loop."""
     case = ("turbo", {"bits": "mixed", "k_low_heads": [[2, 3]], "v_low_heads": [[1, 3]]})
     qkv = inputs(1, 200 + tokens, heads=4)
     want = feed(reference_step, make_layer(case, 256, 4), qkv, [200, 200 + tokens])[1]
@@ -183,7 +184,10 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
     ("settings", "cuts"), [({"sink_num": 2}, [50, 64, 69]), ({"buffer_size": 128}, [120, 128, 133])], ids=str
 )
 def test_heads_are_ranked_in_the_step_that_closes_a_rows_first_blocks(settings: dict[str, int], cuts: list[int]):
-    """Of four heads, each of which ranks all; rows that close theirs in different calls, or two blocks at once."""
+    """Rows close their first blocks in different calls, or two blocks at once.
+
+    Each of the four heads ranks all heads.
+    """
     case, qkv = ("turbo", {"bits": "mixed", **settings}), inputs(2, 140, heads=4, dim=32)
     qkv[1][1, 2, 30, 1] = math.nan
     qkv[2][:] *= torch.tensor([3.0, 1.0, 4.0, 2.0], device=DEVICE)[:, None, None]
@@ -200,9 +204,12 @@ HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8)]
 DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
 DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also where two warps share a tile
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
-    DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in BY_CHANNELS]
+    DIMS_OF += [(case, 80, 3) for case in BY_CHANNELS]
     DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]
-    DIMS_OF += [(INT8, 64, 71)]  # as many query heads as a model with one KV head has
+    DIMS_OF += [(INT8, 64, 71)]  # the query heads of a model with one KV head
+PADDED_DIMS = [72, 80, 96, 112, 192]
+PADDED_CASES = [TURBO, INT8, KIVI, ("sinkq", {"residual_length": 0, "sink_num": 2}), ("turboquant", {})]
+DIMS_OF += [(case, dim, 2) for case, dim in product(PADDED_CASES, PADDED_DIMS)]
 
 
 @pytest.mark.parametrize(("case", "dim", "group"), DIMS_OF, ids=lambda x: str(x) if isinstance(x, int) else case_id(x))
@@ -261,8 +268,8 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def check_errors(case: Case, kind: str, tokens: int) -> None:
-    """Error against fp64 attention over the dequantized format: at most 1.5 times the reference's own, or a quarter of
-    what the codes themselves cost. Over many rows, since over few tokens either may be lucky."""
+    """Check the error against fp64 attention over the dequantized format: at most 1.5 times the reference's error, or a
+    quarter of the codes' error. The check uses many rows, because a few tokens may have small errors by chance."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     rows, heads = (1, 2 if tokens > 5000 else 16) if ON_GPU else (1, 1)
     full = inputs(rows, tokens, heads, group=4, dim=128 if ON_GPU else 64, kind=kind)
@@ -276,7 +283,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
             past = slice(0, tokens - 1)
             span = torch.tensor([[0, tokens - 1]], dtype=torch.int32, device=DEVICE)
             turned = rotated(*(x[:, :, past] for x in (q, k, v)), layer.spec.compute, layer.state, partial(map, rotate))
-            call = make_call(*turned, span, layer.state, layer.spec, Scores(1.0))
+            call = make_call(Step(*turned, span, layer, Scores(1.0)))
             write_long(call, 0)
             finish(call)
     want = step(reference_step, one, (q, k, v), tokens - 1, tokens)[0]
@@ -293,7 +300,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
 LENGTHS = [1, 2, 31, 63, 64, 65, 129]
 if ON_GPU:
     POINTS = [(case, kind, n) for case in FORMATS for kind in ("normal", "peaked", "outlier") for n in (*LENGTHS, 4096)]
-else:  # every length with and without open tokens, every format over open tokens alone, and behind two blocks
+else:  # every length with and without open tokens, every format over open tokens alone, and after two blocks
     POINTS = [(case, "normal", n) for case in (TURBO, INT8) for n in LENGTHS]
     POINTS += [(case, *point) for case in FORMATS for point in (("outlier", 31), ("peaked", 129))]
 
@@ -352,7 +359,7 @@ def test_sinks_come_and_go_over_a_long_text(case: Case):
 @pytest.mark.xdist_group("memory")  # up to 20 GB each: one process runs them, one after another
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_offsets_beyond_two_to_the_31(case: Case):
-    """The second row lies behind more elements than 32 bits count."""
+    """The second row starts after more elements than 32 bits can count."""
     qkv = inputs(2, 200, heads=2, group=2, dim=128)
     near = make_layer(case, 256)
     if near.spec.k.name == "model":

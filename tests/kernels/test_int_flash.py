@@ -59,7 +59,7 @@ def test_one_scale_serves_all_later_values_clamped_and_counted():
 
 
 def test_weights_and_their_sum_by_hand():
-    """Scores 0, -log 2 and -log 400 give weights of 127, 64 (63.5 is a tie) and 0 (0.3), which sum to 191."""
+    """Scores 0, -log 2 and -log 400 give weights 127, 64 (63.5 is a tie) and 0 (0.3), whose sum is 191."""
     scores = torch.tensor([400.0, 200.0, 1.0]).log()
     codes = torch.tensor([10, 20, 30], dtype=torch.int8).view(1, 1, 1, 3, 1)
     k, v = Operand(torch.ones_like(codes), scores.view(1, 1, 1, 3)), Operand(codes, torch.full((1, 1, 1, 3), 0.5))

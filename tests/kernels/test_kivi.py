@@ -35,7 +35,7 @@ def test_a_clipped_range_by_hand(bits: int, clip: float, scale: float, zero_poin
 
 
 def test_ranges_of_more_bits_are_never_clipped():
-    """They lose less whole; and so do heads of 4 bits beside some of 2."""
+    """Ranges of more than 2 bits lose less without clipping, also for 4-bit heads in a mixed layer."""
     q, k, v = random_qkv(1, 64)
     kivi = {"group_size": 64, "residual_length": 0}
     for method, settings in (("kivi", kivi | {"bits": 3}), ("kivi", kivi | {"bits": 4}), ("turbo", {"bits": 4})):
@@ -67,7 +67,7 @@ def test_three_bits_lie_in_two_planes():
 
 @pytest.mark.parametrize("dim", [32, 80])
 def test_keys_over_their_norms_are_codes_of_keys_of_norm_1(dim: int):
-    """Dequantized by hand from the keys; sizes from 1 to 1e-3 in one group. 2 bytes a key beside what KIVI has."""
+    """Keys are dequantized by hand; norms range from 1 to 1e-3 in one group. The norms add 2 bytes per key."""
     q, k, v = random_qkv(1, 64, dim=dim)
     k = k * torch.logspace(0, -3, 64)[:, None]
     sizes = {}
@@ -99,7 +99,7 @@ def test_a_norm_of_any_size_stays_finite(size: float):
 
 @pytest.mark.parametrize(("group", "residual"), [(32, 128), (64, 20), (128, 0)])
 def test_what_is_packed_follows_from_the_length_alone(group: int, residual: int):
-    """`max(0, (S - R) // G * G)` tokens, and what stays open stands as it came."""
+    """`max(0, (S - R) // G * G)` tokens are packed, and open tokens are unchanged."""
     q, k, v = random_qkv(1, 300)
     layer = make_layer(("kivi", {"group_size": group, "residual_length": residual}))
     for start, end in ((0, 33), (33, 150), (150, 151), (151, 300)):
@@ -112,9 +112,10 @@ def test_what_is_packed_follows_from_the_length_alone(group: int, residual: int)
 
 
 def test_keys_err_by_channel_and_values_by_token():
-    """No value is farther from its code than half a scale of its own group, give or take the rounding of scale and
-    zero point in fp16; a channel that stands out does not cost the other keys, a token that stands out not the other
-    values."""
+    """Each value's error is at most half a step of its group, plus the rounding of scale and zero point in fp16.
+
+    An outlier channel does not affect other key channels, and an outlier token does not affect other values.
+    """
     g = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 1, 2, 64, 40, generator=g)  # the second group of channels is a short one
     k[..., 3] += 50

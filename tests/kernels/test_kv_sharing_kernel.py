@@ -1,4 +1,5 @@
-"""Layers that read the keys and values of an earlier layer, in Triton: as with a cache of their own, bit for bit."""
+"""Layers that read an earlier layer's keys and values, in Triton: results equal those of layers with separate
+caches."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def layers(case: Case, window: int = 0) -> tuple[QAttnLayer, ...]:
 
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
 def test_readers(case: Case):
-    """A padded prompt, steps of which the second has a launch plan, a few tokens, a prompt behind them."""
+    """A padded prompt, steps (the second has a launch plan), a few tokens, and a later prompt."""
     calls = (78, 1, 1, 3, 60)
     layer, alone, other = layers(case)
     check_readers(layer, alone, [other], [x.to(DEVICE) for x in random_qkv(1, sum(calls), dim=DIM)], calls)
@@ -66,7 +67,7 @@ def test_readers_of_a_prompt_that_sdpa_computes(finite: bool, monkeypatch: pytes
 
 
 def test_readers_of_a_prompt_over_codes(monkeypatch: pytest.MonkeyPatch):
-    """SDPA attends to what codes stand for, for the layer that writes them, and kernels for its readers."""
+    """The layer that writes the codes attends with SDPA to their dequantized values, and its readers with kernels."""
     monkeypatch.setattr(prompt, "WORTH", 0)
     monkeypatch.setattr(prompt, "_fast", lambda *qkv: True)
     layer, *_ = layers(("int8", {"prefill_compute": "model"}))

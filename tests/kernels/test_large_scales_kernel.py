@@ -1,4 +1,4 @@
-"""Keys and values far beyond fp16 in kernels: the reference's state bit for bit, and as many clamped ones."""
+"""Keys and values far beyond fp16 in kernels: state and counts of clamped values equal the reference's."""
 
 from __future__ import annotations
 

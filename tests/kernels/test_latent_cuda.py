@@ -123,7 +123,7 @@ def test_replays_of_a_captured_step_are_eager_steps(case: Case, sizes: Sizes):
 
 @pytest.mark.parametrize("case", [INT8, TURBO, ("kivi", {})], ids=case_id)
 def test_a_model_generates_in_a_graph(case: Case):
-    """As many tokens as two blocks hold, from steps that are replayed; those of eager steps."""
+    """Replayed steps generate the tokens of eager steps, over two blocks."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config("deepseek_v3"), dtype=torch.bfloat16).eval().cuda()
     ids = torch.randint(3, 90, (2, 70), generator=torch.Generator().manual_seed(3)).cuda()

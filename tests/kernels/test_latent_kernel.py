@@ -159,8 +159,8 @@ def test_a_plan_does_what_was_recorded(case: Case, monkeypatch: pytest.MonkeyPat
     """Later calls of the same shapes, in other layers, are launched from a plan."""
     monkeypatch.setattr(plan, "_plans", {})
     computed: list[int] = []
-    compute = kernels.fused_step
-    monkeypatch.setattr(kernels, "fused_step", lambda q, *rest: (computed.append(q.shape[2]), compute(q, *rest))[1])
+    run = kernels.run_step
+    monkeypatch.setattr(kernels, "run_step", lambda step: (computed.append(step.query.shape[2]), run(step))[1])
     qkv = inputs(2, 98)
 
     def serve(layer: QAttnLayer) -> list[torch.Tensor]:
@@ -176,7 +176,7 @@ def test_a_plan_does_what_was_recorded(case: Case, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as unplanned:
         unplanned.setattr(
-            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments: compute(*arguments)
+            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments, arenas: compute(*arguments)
         )
         want = serve(make_layer(case, impl="triton"))
     first, second = make_layer(case, impl="triton"), make_layer(case, impl="triton")

@@ -1,5 +1,7 @@
-"""Prompts of latent attention (MLA) over expanded keys and values: the cache as kernels write it, and the output as the
-specification has it over what is stored."""
+"""Prompts of latent attention (MLA) over expanded keys and values.
+
+The cache equals that written by kernels, and the output that of the specification over the stored values.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def test_bits_of_a_value(size: int, bits: float):
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
 @pytest.mark.parametrize("dim", [48, 80, 128])
 def test_what_is_held_is_the_keys_and_values(dim: int, rotation: str):
-    """Within what the codes cost; rotated where that is asked for. Head dims that no group divides too."""
+    """Stored keys and values differ from the inputs only by the codes' error, rotated if the setting asks for it, for
+    head dims that no group divides as well."""
     layer = make_layer(("nf4", {"rotate": rotation}))
     q, k, v = random_qkv(1, 64, dim=dim)
     feed(layer, q, k, v, [64])

@@ -1,4 +1,4 @@
-"""Queries that are not finite, in kernels: their own output is NaN, and every other is as beside a query of zeros."""
+"""Non-finite queries in kernels: their output is NaN, and other outputs are the same as with a query of zeros."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def test_over_a_stock_cache_no_token_spoils_another(impl: str, smooth: bool):
     want, _ = attend_over(zeros, k, v, clean, 0, spec, Scores(0.125))
     assert got[0, 3, 60].isnan().all()
     real = torch.ones(90, dtype=torch.bool, device=DEVICE)
-    real[[30, 50, 60]] = False  # padding of a stock cache has outputs of its own, which nobody reads
+    real[[30, 50, 60]] = False  # outputs of padding in a stock cache are not read
     torch.testing.assert_close(got[:, :, real], want[:, :, real], atol=0, rtol=0)

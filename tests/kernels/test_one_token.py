@@ -13,7 +13,6 @@ from kernel_cases import CASES, KIVI, MORE_CASES, TURBO
 
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.support import unsupported
 from qattn_kernels.ops.crop.reference import crop
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back, rotated
 from qattn_kernels.step import reference
@@ -86,7 +85,7 @@ def test_every_kind_of_scores(case: Case, scores: Scores, general_calls: list[in
 
 @pytest.mark.parametrize("case", [("int8", {}), TURBO, KIVI], ids=case_id)
 def test_after_a_crop(case: Case, general_calls: list[int]):
-    """The general step grows a row back to what it was, because removed tokens are still behind its end."""
+    """The general step grows a row back to what it was, because removed tokens still follow its end."""
     qkv, other = random_qkv(1, 200), random_qkv(1, 200, seed=1)
     layer = make_layer(case, 256)
     feed(layer, *qkv, [140, 150])

@@ -48,7 +48,7 @@ def parts(qkv: Inputs, cut: int) -> tuple[Inputs, Inputs]:
     return (q[:, :, :cut], k[:, :, :cut], v[:, :, :cut]), (q[:, :, cut:], k[:, :, cut:], v[:, :, cut:])
 
 
-@pytest.mark.parametrize("start", [58, 63, 64], ids=lambda n: f"{n} behind the first block")
+@pytest.mark.parametrize("start", [58, 63, 64], ids=lambda n: f"{n} after the first block")
 def test_sinks_are_read_once_whatever_tiles_of_the_ring_are(start: int):
     """Tokens of a call in two tiles of the ring, a block that closes under them, a ring that begins at its middle."""
     qkv = with_sinks(inputs(1, 64 + start + 9), [3, 20, 41])

@@ -68,7 +68,10 @@ MORE_SCORES = Scores(64**-0.5, 5.0, 0, torch.tensor([0.5, -1.0, 2.0, 0.0], devic
 @pytest.mark.parametrize("scores", [Scores(64**-0.5), MORE_SCORES], ids=["plain", "softcap and sinks"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_reference_against_fp64(settings, scores):
-    """The log-sum-exp is that of the true scores: what smoothing subtracts is far more than what is allowed."""
+    """The log-sum-exp is that of the true scores.
+
+    Without the mean that smoothing subtracts, its error would far exceed the tolerance.
+    """
     q, k, v, key_mask = inputs(70, 150)
     key_mask[1, 105:] = False  # padding after the last token of row 1 reads that row
     want, want_lse = exact(q, k, v, key_mask, 60, scores)
@@ -80,14 +83,17 @@ def test_reference_against_fp64(settings, scores):
 @pytest.mark.parametrize("scores", [Scores(64**-0.5), MORE_SCORES], ids=["plain", "softcap and sinks"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_kernels_against_fp64(settings, scores):
-    """Their error is within twice the reference's. Keys and values stand in a longer cache, whose heads are apart."""
+    """The kernels' error is within twice the reference's.
+
+    Keys and values are part of a longer cache, so heads are not adjacent.
+    """
     q, k, v, key_mask = inputs(70, 150)
     key_mask[1, 105:] = False
     offset, capacity = 60, 200
     held = [torch.full((2, capacity, 2, 64), 1e4, device=DEVICE).transpose(1, 2) for _ in "kv"]
     for cache, x in zip(held, (k, v), strict=True):
         cache[:, :, :150] = x
-    mask = torch.nn.functional.pad(key_mask, (0, capacity - 150), value=True)  # and no token behind the new ones
+    mask = torch.nn.functional.pad(key_mask, (0, capacity - 150), value=True)  # and no token after the new ones
     held[0][:, :, 130:], held[1][:, :, 130:] = 1e4, -1e4
     want = exact(q, k, v, key_mask, offset, scores)
     plain = attend_over(q, k, v, key_mask, offset, spec_of(**settings), scores)
@@ -97,8 +103,11 @@ def test_kernels_against_fp64(settings, scores):
 
 
 def test_last_tiles_may_reach_behind_the_last_block_of_codes(monkeypatch):
-    """As a table of launches may say: of 150 slots the last tile of 128 ends 64 behind the third block. It lies within
-    the tensors, and FP8 there must be numbers, weighed by nothing; the interpreter knows no NaN in FP8."""
+    """With 150 slots, the last tile of 128 ends 64 slots after the third block, as a launch table may choose.
+
+    The tile lies within the tensors. FP8 numbers there get no weight but must be finite, because the interpreter has no
+    NaN in FP8.
+    """
     q, k, v, key_mask = inputs(70, 150)
     rows = _rows(key_mask, torch.full((2,), 80, device=DEVICE), 70)
     unpacked = _unpacked(k, v, key_mask, rows, spec_of("triton"))

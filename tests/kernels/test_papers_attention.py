@@ -1,7 +1,7 @@
-"""The papers' attention, as `reference/papers/` writes it, is bit for bit what a layer computes.
+"""The papers' attention in `reference/papers/` equals a layer's computation bit for bit.
 
-A sum of integers has one value in any order. Where a product is of floating point, inputs make it so: queries and keys
-of few bits, and values of which a tile has one a channel. Over at most four tiles torch adds in the order of the tiles.
+A sum of integers does not depend on its order. For floating-point products the inputs have few bits, and a tile has one
+value per channel, so that sums are exact. Over at most four tiles torch adds in the order of the tiles.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def assert_same_bits(found: Result, want: Result) -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_exact_attention_is_flash_attention_2(tokens: int, heads: int):
-    """A prefill, and steps of one query each behind it."""
+    """A prefill, then steps of one query each."""
     inputs, cuts = one_order(tokens, heads), [tokens - 3, tokens - 2, tokens - 1, tokens]
     found = by_layer(make_layer(("none", {}), heads=heads), inputs, cuts)
     assert_same_bits(found, by_head(inputs, lambda Q, K, V, h: flash_attention(Q, K, V)))
@@ -115,7 +115,7 @@ def turbo_by_head(inputs: Inputs, prompt: int, settings: Callable[[int, int], tu
 @pytest.mark.parametrize(("given", "paper"), TURBO, **ids)
 @pytest.mark.parametrize("prompt", LENGTHS)
 def test_turbo_is_algorithms_1_and_2(prompt: int, given: dict[str, Any], paper: dict[str, Any]):
-    """A prompt, then steps, some of which close a block and read it from its codes."""
+    """A prompt, then steps. Some steps close a block and read it from its codes."""
     inputs = random_qkv(2, min(prompt + 40, 255), seed=prompt, dim=64)
     cuts = [prompt, *range(prompt + 1, inputs[0].shape[2] + 1)]
     found = by_layer(make_layer(("paper_turbo", {"sink_num": 0, **given})), inputs, cuts)
@@ -161,7 +161,7 @@ INT_FLASH: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", INT_FLASH, **ids)
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_int_flash_is_algorithm_1(tokens: int, settings: dict[str, Any]):
-    """A prefill, in two calls where tokens are enough, and single steps behind it."""
+    """A prefill, in two calls if there are enough tokens, then single steps."""
     q, k, v = one_order(tokens + 3)
     cuts = [64, tokens, *range(tokens + 1, tokens + 4)] if tokens > 96 else [tokens, *range(tokens + 1, tokens + 4)]
     found = by_layer(make_layer(("paper_int_flash", settings)), (q, k, v), cuts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.step import Step
 from qattn_kernels.step import kernels
 
 pytestmark = pytest.mark.gpu
@@ -33,13 +33,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each call whose launches were worked out, and not taken from a plan."""
     found: list[int] = []
-    step: Callable[..., Any] = kernels.fused_step
+    run = kernels.run_step
 
-    def counted(query: torch.Tensor, *rest: Any) -> Any:
-        found.append(query.shape[2])
-        return step(query, *rest)
+    def counted(step: Step) -> Any:
+        found.append(step.query.shape[2])
+        return run(step)
 
-    monkeypatch.setattr(kernels, "fused_step", counted)
+    monkeypatch.setattr(kernels, "run_step", counted)
     return found
 
 
@@ -48,7 +48,7 @@ def layer_of(case: Case) -> QAttnLayer:
 
 
 def call(layer: QAttnLayer, tokens: int, seed: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """One call of two rows, of which the first has a column of padding."""
+    """Run one call of two rows. The first row has a column of padding."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, tokens, heads, 64, generator=g).to(DEVICE).transpose(1, 2) for heads in (4, 2, 2))
     span = torch.tensor([[tokens > 1, tokens - (tokens > 1)], [0, tokens]], dtype=torch.int32, device=DEVICE)
@@ -62,7 +62,7 @@ def test_a_plan_does_what_was_recorded(case: Case, computed: list[int], monkeypa
     plain, first, second = layer_of(case), layer_of(case), layer_of(case)
     with monkeypatch.context() as unplanned:
         unplanned.setattr(
-            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments: compute(*arguments)
+            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments, arenas: compute(*arguments)
         )
         want = [call(plain, tokens, seed) for seed, tokens in enumerate(CALLS)]
     call(first, CALLS[0], 0)
@@ -84,7 +84,7 @@ def test_what_differs_in_more_than_addresses_has_a_plan_of_its_own(computed: lis
     call(layer, 1, 3)
     layer.batch_select_indices([0, 1])
     call(layer, 1, 4)
-    assert len(computed) == 3  # the last one has an arena of its own, and the same shapes
+    assert len(computed) == 3  # the last one has another arena with the same shapes
 
 
 def test_inputs_that_share_memory_are_never_planned(computed: list[int]):

@@ -35,10 +35,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` columns a call after `past` tokens, `hq` query heads over `heads`; row `b` has the columns
-    `spans[b]` `(first, count)`. `form` of the unpacked keys and values: `flashq` blocks, `int8` tokens, the model's
-    dtype, or INT8 tokens of keys with values by block, `full`, or in the model's dtype, `half`. `short`: the first
-    block has lost its last tokens to a crop. `masked`: some tokens are."""
+    """A call of `tokens` columns after `past` tokens, with `hq` query heads over `heads`.
+
+    Row `b` has the columns `spans[b]` `(first, count)`. `form` is the form of unpacked keys and values: `flashq`
+    blocks, `int8` tokens, `model` for the model's dtype, `full` for INT8 key tokens and value blocks, or `half` for
+    INT8 key tokens and unquantized values. `short`: a crop removed the first block's last tokens. `masked`: some tokens
+    are masked.
+    """
 
     tokens: int = 65
     past: int = 0
@@ -182,8 +185,8 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
     unpacked = unpacked_of(case, tiles, fields, spec.compute.prefill)
     out, lse = (x.cpu() for x in prefill(wide.to(DEVICE), unpacked, spec, on_device))
     assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous()
-    # a unit of an integer sum is a thousandth of a large score; rounded weights are off by 0.29 / 127 each, and each in
-    # its own way where tiles differ: 200 of them by 0.03, of which three times is allowed
+    # a unit of an integer sum is a thousandth of a large score; each rounded weight is off by 0.29 / 127, independently
+    # if tiles differ: 200 weights are off by 0.03, and three times that is allowed
     atol = 0.1 if spec.compute.round_sum else 2e-2
     torch.testing.assert_close(lse, want_lse, atol=atol, rtol=1e-3)
     own, codes = error(want_out, over), error(over, plain)

@@ -15,6 +15,8 @@ from test_fused_kernels import inputs as numbers
 import qattn_hf
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.step import Step, Tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.step import prompt
 from qattn_kernels.step.prompt import by_sdpa
@@ -34,10 +36,15 @@ def inputs(rows: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(DTYPE) for x in numbers(rows, tokens, group=2, seed=seed))
 
 
+def step_of(x: torch.Tensor, spec: LayerSpec, scores: Scores) -> Step:
+    """A prompt whose queries, keys and values are `x`; nothing is written."""
+    return Step(x, x, x, torch.tensor([[0, x.shape[2]]]), Tensors({}, spec), scores)
+
+
 def served(case: Case) -> bool:
     """Whether SDPA serves a prompt of these settings."""
     x, spec = torch.empty(1, 2, 8192, 64, device=DEVICE, dtype=DTYPE), make_layer(case).spec
-    return unsupported(spec, 2, 64, 64) is None and by_sdpa(x, x, x, spec, SCORES)
+    return unsupported(spec, 2, 64, 64) is None and by_sdpa(step_of(x, spec, SCORES))
 
 
 def attend(layer: QAttnLayer, x: tuple[torch.Tensor, ...], unpadded: bool) -> torch.Tensor:
@@ -60,8 +67,8 @@ def test_it_serves_prompts_in_the_models_precision():
     x = torch.empty(1, 2, TOKENS, 64, device=DEVICE, dtype=DTYPE)
     spec = make_layer(("kivi", {})).spec
     for scores in (Scores(0.125, softcap=30.0), Scores(0.125, window=64), Scores(0.125, sinks=torch.zeros(2))):
-        assert not by_sdpa(x, x, x, spec, scores)
-    assert not by_sdpa(x, x, x, make_layer(("kivi", {}), "reference").spec, SCORES)
+        assert not by_sdpa(step_of(x, spec, scores))
+    assert not by_sdpa(step_of(x, make_layer(("kivi", {}), "reference").spec, SCORES))
 
 
 SERVED = [pytest.param(case, marks=pytest.mark.slow if case[1] else ()) for case in cases() if served(case)]

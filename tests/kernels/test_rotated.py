@@ -48,8 +48,11 @@ def test_what_is_held_is_rotated_and_nothing_else_changes(method: str, sides: tu
 @pytest.mark.parametrize("sides", SIDES, ids="-".join)
 @pytest.mark.parametrize("method", METHODS)
 def test_open_tokens_are_attended_to_as_without(method: str, sides: tuple[str, ...]):
-    """Nothing is packed: what is left are roundings of the rotation, and the INT8 tokens and products that turbo and
-    int8 have without codes too (their error is 1 in 119 of a token's largest channel, which averages out)."""
+    """Nothing is packed.
+
+    The remaining error is that of the rotation's rounding, and of INT8 tokens and products in turbo and int8, which
+    exists without codes as well: 1 in 119 of a token's largest channel, and it averages out.
+    """
     q, k, v = random_qkv(2, 20)
     out = feed(make_layer((method, dict.fromkeys(sides, "hadamard"))), q, k, v, [15, 16, 20])
     tolerance = 1e-5 if method in ("kivi", "sinkq") else 0.05

@@ -1,7 +1,7 @@
-"""Where SAS cuts and where it does not: blocks in order, each against the largest score so far, exact merges.
+"""Where SAS cuts: blocks in order, each relative to the largest score so far, with exact merges.
 
-TurboAttention, section 4 and Algorithm 1; its SAS in the rescaling of earlier blocks is not taken over: SAS(0) is below
-1, so that a block would fade with every later one, and what fell 6 below a later maximum would go altogether.
+TurboAttention, section 4 and Algorithm 1. The project does not use SAS to rescale earlier blocks: SAS(0) is below 1, so
+each later block would fade them, and blocks more than 6 below a later maximum would vanish.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def scored(scores: torch.Tensor) -> Inputs:
 
 
 def weighed(scores: torch.Tensor, cut: float = -6.0) -> float:
-    """The output of the last query: weights below the cut, against the largest score of the blocks up to its own, are
-    nothing, and those that are kept are exponentials."""
+    """Return the output of the last query.
+
+    Weights below the cut, relative to the largest score up to its own block, are 0, and the others are exponentials.
+    """
     highest = torch.stack([scores[: start + BLOCK].max() for start in range(0, len(scores), BLOCK)])
     highest = highest.repeat_interleave(BLOCK)[: len(scores)]
     kept = torch.where(scores - highest >= cut, scores.double().exp(), 0.0)
@@ -51,8 +53,11 @@ def weighed(scores: torch.Tensor, cut: float = -6.0) -> float:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 @pytest.mark.parametrize("scores", [FALLING, RISING], ids=["lower blocks are cut", "earlier ones are not"])
 def test_the_cut(scores: torch.Tensor, case: Case, run: Any, call: str, one_program: None):
-    """SAS is off by 0.1 %. Four bits of a block of scores from -3 to 6.5 are off by a quarter of a step, 0.16, so that
-    weights are by less than 20 %, and values by 0.02."""
+    """SAS is off by 0.1 %.
+
+    Four bits for scores from -3 to 6.5 are off by a quarter of a step, 0.16, so weights are off by less than 20 % and
+    values by 0.02.
+    """
     qkv, want = scored(scores), weighed(scores)
     wrong = weighed(scores, -1e9) if scores is FALLING else 20.0  # nothing cut, nothing left of the first blocks
     layer, last = make_layer(case, 320, 1), len(scores) - 1

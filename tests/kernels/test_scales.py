@@ -16,7 +16,8 @@ FULL = ALL[1024:]  # bits whose exponent is not 0: these are what `to_bits` make
 
 
 def numbers() -> torch.Tensor:
-    """Scales of all sizes: every number of the format, what lies halfway between two, and what lies next to that."""
+    """Return scales of all sizes: every number of the format, the midpoints between neighbours, and the neighbours of
+    midpoints."""
     exact = from_bits(FULL)
     between = (exact[1:] + exact[:-1]) / 2
     around = [torch.nextafter(between, torch.tensor(far)) for far in (0.0, torch.inf)]

@@ -107,7 +107,7 @@ def test_sinks_stand_as_they_came_and_equal_ones_stay_the_oldest():
 
 
 def test_leaving_a_key_out_is_replacing_it_by_the_mean():
-    """Codes and scales of all other tokens are those of a block in which the mean stands for the sinks (the paper)."""
+    """All other tokens have the codes and scales of a block with the mean in place of its sinks, as in the paper."""
     q, k, v = random_qkv(1, 32)
     k[0, :, 7] = 1e-3
     k[..., 3] += 20  # a channel far from zero, which the sink would stretch
@@ -152,8 +152,11 @@ def test_kernels_compute_a_table_of_any_size(settings: dict[str, int]):
 
 
 def with_sink(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A first token as in large models: a small key that draws most of the attention, since a channel in which all
-    others are large lowers their scores, and a small value."""
+    """Make a first token as in large models.
+
+    It has a small value and a small key that draws most of the attention, because one channel is large in all other
+    keys and lowers their scores.
+    """
     q, k, v = random_qkv(1, 128, seed=seed)
     k[..., 5] += 6
     q[..., 5] = -6.0

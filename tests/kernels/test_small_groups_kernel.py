@@ -1,4 +1,4 @@
-"""KIVI in groups smaller than a head, of which a decode reads several blocks as one tile, against its specification."""
+"""KIVI with groups smaller than a head: a decode reads several blocks as one tile, compared with the specification."""
 
 from __future__ import annotations
 

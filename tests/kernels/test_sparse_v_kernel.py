@@ -36,7 +36,7 @@ FORMATS: list[Case] = [
 
 @pytest.fixture
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program reads all packed blocks, so that few of them show what else takes a long context."""
+    """One program reads all packed blocks, so that a few blocks behave like a long context."""
     choose = launch.choose
     monkeypatch.setattr(launch, "choose", lambda *args: choose(*args)._replace(plan=(1, 1, 10**6, 64)))
 
@@ -92,10 +92,12 @@ if DEVICE == "cpu":  # one of the heights for each format, all of them for the s
 def test_an_output_moves_by_the_budget_at_most(
     case: Case, height: float, programs: int, request: pytest.FixtureRequest
 ):
-    """Under a sink every other weight is below the threshold. At 14 a block of them weighs 0.9e-4, so that the budget
-    allows one of three; at 18 all of them weigh 5e-6, and are skipped also by a program that does not read the sink.
-    Codes dequantize to at most 123/119 of the largest value, INT8 pairs of weights err by 1e-4 of them, and sums of
-    fp32 by 1e-6."""
+    """Next to a sink, every other weight is below the threshold.
+
+    At 14, a block of them weighs 0.9e-4, so the budget allows skipping one of three. At 18, all of them weigh 5e-6 and
+    are skipped, even by a program that does not read the sink. Codes dequantize to at most 123/119 of the largest
+    value, INT8 pairs of weights are off by 1e-4 of the weights, and fp32 sums by 1e-6.
+    """
     if programs == 1:
         request.getfixturevalue("one_program")
     qkv = with_sink(height, 257)
@@ -140,10 +142,11 @@ def weights_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def test_only_weights_below_the_threshold_are_skipped(
     tokens: int, tau: float, budget: float, blocks: int, one_program: None
 ):
-    """Each value is a channel of its own, so that outputs are the weights, and those that were skipped are zeros.
+    """Each value has a separate channel, so outputs are the weights, and skipped weights are zeros.
 
-    Of four blocks the third weighs 2e-3, a weight 3e-4 at most, which a threshold of 2e-4 forbids, or the budget; of
-    three queries the first is half as peaked and needs that block. The fourth weighs less than the budget to all.
+    The third of four blocks weighs 2e-3 in total and at most 3e-4 per weight, so neither a threshold of 2e-4 nor the
+    budget allows skipping it. The first of three queries is half as peaked and needs that block. The fourth block
+    weighs less than the budget for all queries.
     """
     past = 256
     q, k, v = inputs(1, past + tokens, heads=2, group=2, dim=past)

@@ -13,7 +13,7 @@ from qattn_kernels.launch.constants import sizes_of
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.ops.decode.table import choose, plan
 
-TUNED = tuned_for(DEFAULT).decode
+TUNED = tuned_for(H200).decode
 
 
 @given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]), st.integers(0, 2))
@@ -43,10 +43,11 @@ def test_a_smaller_gpu_runs_fewer_at_once(method: str):
 
 def test_a_gpu_that_was_not_measured_is_named_once(caplog: pytest.LogCaptureFixture):
     for _ in range(2):
-        found = tuned_for("NVIDIA T4 of a test")
-    assert found == tuned_for(DEFAULT)
+        found = tuned_for(H200._replace(name="NVIDIA L4 of a test", capability=(8, 9)))
+    assert found == tuned_for(H200)
     assert caplog.messages == [
-        f"launch configurations were not measured on NVIDIA T4 of a test: those of {DEFAULT} are used"
+        f"launch configurations were not measured on NVIDIA L4 of a test: those of {DEFAULT} are used. "
+        "`qattn bench tiles` measures them"
     ]
 
 

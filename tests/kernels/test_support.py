@@ -31,15 +31,16 @@ REASONS = [
     ("int_flash", {"mode": "half"}, (2, 256), None),
     ("int_flash", {"bits": 4, "rotate": "hadamard"}, (2, 80), None),
     ("turboquant", {}, (2, 96), None),
-    ("turboquant", {}, (2, 80), "16 channels share a norm"),
-    ("turboquant", {"k_format": "q4", "v_format": "model"}, (2, 80), None),
+    ("turboquant", {}, (2, 72), None),
     ("turboquant", {"norm_block": 16}, (2, 128), "16 channels share a norm"),
     ("turboquant", {"compute": "int8"}, (2, 128), "no integers"),
     ("sage2", {"cache": "model", "bits": 4}, (2, 128), None),
     ("paper_sage2", {"cache": "model", "granularity": "tensor"}, (2, 64), "granularity is 'tensor'"),
     ("paper_sage2", {"cache": "model", "pv": "e5m2"}, (2, 64), "pv is 'e5m2'"),
-    ("turbo", {}, (2, 72), "head dims are 72"),
+    ("turbo", {}, (2, 100), "head dims are 100 and 100; the kernels know multiples of 8 from 64 to 256"),
+    ("turbo", {}, (2, 192), None),
     ("turbo", {}, (1, 256), None),
+    ("turbo", {}, (1, 512), "head dims are 512"),
     ("int8", {"compute": "model"}, (2, 80), None),
 ]
 
@@ -66,21 +67,28 @@ def test_triton_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
-def test_fp8_needs_a_gpu_that_has_it(capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch):
+def test_fp8_products_need_a_gpu_that_has_them(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(chip, "properties", lambda device: chip.H200._replace(capability=capability))
-    for method, settings in (("sage2", {}), ("fp8", {}), ("sage2", {"cache": "model"})):
-        found = unsupported(get_method(method)(**settings).layer_spec(0, 1, 2), 2, 64, 64)
-        assert found is None if fits else "int8 or turboquant" in found
-    sage2 = get_method("sage2")().layer_spec(0, 1, 2)
-    assert fits or "sage2:pv=model" in unsupported(sage2, 2, 64, 64)
-    for method, settings in (("sage2", {"pv": "model"}), ("int8", {}), ("turboquant", {})):
+    for settings in ({}, {"cache": "model"}):
+        found = unsupported(get_method("sage2")(**settings).layer_spec(0, 1, 2), 2, 64, 64)
+        assert found is None if fits else "sage2:pv=model, int8 or turboquant" in found
+    for method, settings in (("sage2", {"pv": "model"}), ("fp8", {}), ("int8", {}), ("turboquant", {})):
         assert unsupported(get_method(method)(**settings).layer_spec(0, 1, 2), 2, 64, 64) is None
+
+
+def test_gpus_before_ampere_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chip, "properties", lambda device: chip.H200._replace(capability=(7, 5)))
+    for method in ("turbo", "none"):
+        found = unsupported(get_method(method)().layer_spec(0, 1, 2), 2, 64, 64)
+        assert found == "kernels need compute capability 8.0, and this GPU has 7.5"
 
 
 def test_a_layer_of_other_sizes_than_its_config_fails_closed():
     layer = QAttnLayer(find_recipe("turbo", None, {}).layer_specs(tiny_llama(**SIZES).config, "cuda")[0])
-    k = torch.zeros(1, 1, 4, 72)
-    with pytest.raises(UnsupportedError, match=r"head dims are 72.*impl='reference'"):
+    k = torch.zeros(1, 1, 4, 40)
+    with pytest.raises(UnsupportedError, match=r"head dims are 40.*impl='reference'"):
         layer.update(k, k)
 
 

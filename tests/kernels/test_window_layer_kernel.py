@@ -14,7 +14,7 @@ from qattn_kernels.layer.scores import Scores
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 WINDOW, HORIZON = 21, 32  # a capacity of 384 tokens for blocks of 64; a chunk begins at 63, the last slot of a tile
 ROUNDING = 0.04  # kernels and reference round queries and weights to 8 bits, each in its own way
-# tokens of calls: a prompt, a step, a prompt for which there is no room, steps past the capacity, a prompt behind them
+# tokens of calls: a prompt, a step, a prompt beyond the room, steps past the capacity, a later prompt
 CALLS = (70, 1, 330, 20, 3, 100)
 METHODS: list[Case] = [
     ("none", {}),

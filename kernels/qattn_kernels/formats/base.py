@@ -137,7 +137,7 @@ class Format:
 
     Attributes:
         integer: operands are INT8 with one scale per token, for integer products; otherwise floating point.
-        fp8: codes are FP8, which needs GPUs of compute capability 8.9 or higher.
+        fp8: codes are FP8. GPUs below compute capability 8.9 convert them by shifts (`launch.constants.Sizes`).
         block_scales: a prefill sees closed blocks with one scale each.
         row_weights: a prefill rounds the weights of a row once, because the values of a block share a scale.
         in_model_precision: the format stores bf16, fp16 or fp32 without quantization.

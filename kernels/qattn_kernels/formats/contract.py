@@ -130,7 +130,7 @@ class JitFormat(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def jit_of(fmt: Format) -> JitFormat:
-    """Return the Triton functions of a format. A smoothed format uses those of the format that holds its codes."""
+    """Return the Triton functions of a format. A smoothed format uses the functions of its inner format."""
     return importlib.import_module(f"qattn_kernels.formats.{fmt.core.name}.jit").JIT
 
 

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.step import Step
 from qattn_kernels.layout import ROW_FIELDS, BlockState, RowState, State
 from qattn_kernels.reference.rows import open_span_blocks
 
@@ -50,7 +52,7 @@ class Call(NamedTuple):
 
     Attributes:
         query, key, value: new tokens, last dimension contiguous.
-        span: int32, the call's mask, as in `step.operator.attend`.
+        span: int32, the call's mask, as in `Step`.
         state: the layer's tensors.
         spec: the layer's formats and arithmetic.
         scores: scale, cap, window and sinks of the scores.
@@ -128,18 +130,10 @@ class Call(NamedTuple):
         return tuple([self.state[name] for name in BlockState._fields])
 
 
-def make_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    state: State,
-    spec: LayerSpec,
-    scores: Scores,
-    table: torch.Tensor | None = None,
-) -> Call:
-    """Return the `Call` for arguments of `step.operator.attend`. `table` as in `step.paged.attend_pages`."""
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+def make_call(step: Step) -> Call:
+    """Return the `Call` for a step."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in step[:3])
+    state, spec, scores, table = step.memory.state, step.memory.spec, step.scores, step.memory.table
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
@@ -149,6 +143,8 @@ def make_call(
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
     if table is not None:
         sizes = sizes._replace(PAGED=True)
+    if (spec.k.core.fp8 or spec.v.core.fp8) and not chip_of(key.device).fp8:
+        sizes = sizes._replace(SHIFTS_FP8=True)
     pages = None if table is None else (table, state["block_len"].shape[1], state["dropped"].shape[2])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
@@ -156,7 +152,7 @@ def make_call(
     call_mean = state["length"]
     if sizes.K.SMOOTH:
         call_mean = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, sinks, call_mean, pages, query)
+    return Call(query, key, value, step.span, state, spec, scores, sizes, k, v, rows, sinks, call_mean, pages, query)
 
 
 def _sinks(state: State, spec: LayerSpec, sizes: Sizes, batch: int, tokens: int, device: torch.device) -> SinkTensors:

@@ -61,6 +61,7 @@ class Sizes(NamedTuple):
         CHUNKS: the window is the query's chunk.
     PAGED: blocks of all rows are in one page pool, located by a table.
     PLAIN: run in the interpreter, which has no assembly.
+    SHIFTS_FP8: FP8 bytes become numbers by shifts, because the GPU has no instruction for it.
     """
 
     H: int
@@ -91,6 +92,7 @@ class Sizes(NamedTuple):
     SPARSE_V: bool
     PAGED: bool
     PLAIN: bool
+    SHIFTS_FP8: bool = False
 
 
 class PrefillSizes(NamedTuple):

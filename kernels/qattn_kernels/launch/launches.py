@@ -37,6 +37,24 @@ class Launch(NamedTuple):
     arguments: tuple
     options: dict[str, Any]
 
+    def variant(self) -> tuple:
+        """Return a key of the code that Triton compiles for this launch. Launches of equal keys share it."""
+        kinds = map(_kind, self.arguments, self.kernel.params)  # a kernel's last parameters are options
+        return (self.kernel, *kinds, *sorted(self.options.items()))
+
+
+def _kind(value: Any, parameter: Any) -> Any:
+    """Return what compiled code depends on in an argument: a constant, or the type and the specialized properties."""
+    if parameter.is_constexpr:
+        return value
+    if isinstance(value, tuple):
+        return tuple(_kind(one, parameter) for one in value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not parameter.do_not_specialize:
+        return value == 1, value % 16 == 0
+    return type(value)
+
 
 class Recorder(TorchDispatchMode):
     """Record one call: its launches, the tensors that it allocates, and any other work on the device."""
@@ -142,24 +160,24 @@ def compile_launch(one: Launch) -> None:
     compiled[(1, 1, 1)]  # indexing loads the kernel and launches nothing
 
 
-_expected: dict[Any, Future] = {}  # running compilations by kernel function
+_expected: dict[Any, list[Future]] = {}  # running compilations by kernel function
 
 
 def expect(kernel: Any, compilation: Future) -> Future:
     """Make launches of `kernel` wait for a compilation in another thread, to avoid compiling it twice."""
-    _expected[kernel] = compilation
+    _expected[kernel] = [*_expected.get(kernel, ()), compilation]
     return compilation
 
 
 def _wait_for(kernel: Any) -> None:
-    compilation = _expected.get(kernel)
-    if compilation is None:  # another thread already waited
+    compilations = _expected.get(kernel)
+    if compilations is None:  # another thread already waited
         return
-    done, _ = wait([compilation], timeout=SILENT)
-    if not done:
-        left = sum(not x.done() for x in list(_expected.values()))
+    _, running = wait(compilations, timeout=SILENT)
+    if running:
+        left = sum(not x.done() for several in list(_expected.values()) for x in several)
         log.warning("compiling %d kernels for this GPU, once: Triton keeps them for later processes", left)
-        wait([compilation])
+        wait(running)
     _expected.pop(kernel, None)
 
 

@@ -277,6 +277,11 @@ def _pointer(regions: Sequence[Region], value: torch.Tensor) -> Pointer | torch.
 _plans: dict[Hashable, Plan | None] = {}
 
 
+def forget_plans() -> None:
+    """Forget all plans: the next call of each shape chooses its launches anew."""
+    _plans.clear()
+
+
 def planned(
     key: Hashable,
     inputs: Sequence[torch.Tensor | None],

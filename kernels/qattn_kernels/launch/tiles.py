@@ -10,7 +10,6 @@ followed by the lists of `DEFAULT`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 from qattn_kernels.chip import DEFAULT, KIB, Chip
 from qattn_kernels.launch.constants import PrefillSizes, power_of_two
@@ -20,7 +19,6 @@ SLOT = 4  # bytes of each extra number of a slot: bias, scale, inverse scale, po
 ALIGNED = KIB  # maximum bytes lost to alignment
 
 
-@lru_cache
 def prefill_tiles(chip: Chip, kind: str, dim: int) -> tuple[Prefill, ...]:
     """Return the prefill configurations for a GPU, in the order to try.
 
@@ -31,7 +29,7 @@ def prefill_tiles(chip: Chip, kind: str, dim: int) -> tuple[Prefill, ...]:
     """
     default, key = read(DEFAULT), (kind, power_of_two(max(dim, 64)))
     assert default is not None
-    listed = (*tuned_for(chip.name).prefill.get(key, ()), *default.prefill[key])
+    listed = (*tuned_for(chip).prefill.get(key, ()), *default.prefill[key])
     return tuple(dict.fromkeys(one for one in listed if one.kib * KIB <= chip.block))
 
 

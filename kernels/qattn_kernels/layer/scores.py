@@ -22,3 +22,8 @@ class Scores(NamedTuple):
     softcap: float = 0.0
     window: int = 0
     sinks: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are only scaled."""
+        return not self.softcap and not self.window and self.sinks is None

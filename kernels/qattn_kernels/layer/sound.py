@@ -40,17 +40,17 @@ def _faults(state: State, geo: Geometry, spec: LayerSpec, columns: int) -> Itera
     yield f"{columns} columns are more than {MOST_COLUMNS}", columns > MOST_COLUMNS
     yield f"padding ends at column {int(state['padded'])}", not 0 <= int(state["padded"]) <= columns
     yield "a row is longer than the columns", not within(length, 0, columns)
-    yield "a row lost tokens for want of room", bool(state["overflow"].any())
+    yield "a row lost tokens because the layer was full", bool(state["overflow"].any())
     yield f"a row has other blocks than 0 to {geo.blocks}", not within(closed, 0, geo.blocks)
     yield "open tokens begin outside of their row", not (within(start, 0, columns) and bool((start <= length).all()))
     n_open = length - start
     yield "more tokens are open than a row can have", not within(n_open, 0, window.span + window.residual)
     yield "open tokens have no room", not within(closed * block + n_open, 0, geo.blocks * block)
     yield "a run of full blocks begins outside of the packed tokens", not _between(state["origin"], start)
-    yield "the ring is known to hold tokens that the row has not", not _between(state["ring_from"], length)
+    yield "the ring holds tokens that the row does not have", not _between(state["ring_from"], length)
     longest = state["longest"].long()
     yield (
-        "a row was never as long as it is",
+        "a row is longer than it ever was",
         not (within(longest, 0, MOST_COLUMNS) and bool((longest >= length).all())),
     )
     yield "packed blocks do not follow one another", not _in_order(state, closed, start, block)

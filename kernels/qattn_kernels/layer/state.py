@@ -44,7 +44,7 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     - `sink.born`: closed blocks when the token entered the pool.
     - `sink.evicted`: closed blocks when it moved to the window of evicted sinks.
     - `sink.written`: closed blocks when it left the window, to be read from its block.
-    - `sink.norm`: magnitude of the key, by which sinks compete; fp64, so that summation order does not matter.
+    - `sink.norm`: magnitude of the key, which decides between sinks; fp64, so that summation order does not matter.
     """
     shape = (geo.batch, geo.heads, spec.sink_pool.entries(spec.window))
     tensors = {f"sink.{name}": TensorSpec(shape, torch.int32) for name in ("pos", "slot", "born", "evicted", "written")}
@@ -54,7 +54,7 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     """Return all state tensors of a layer by name, in the order in which operators take them.
 
-    `k.equalizer` `[2, Hkv, D]`: factors of key channels before rotation, then those of query channels."""
+    `k.equalizer` `[2, Hkv, D]`: factors of key channels before rotation, then factors of query channels."""
     tensors = row_tensors(geo, spec)
     for side, fmt, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
         found = fmt.tensors(geo, spec.window, dim)

@@ -13,9 +13,9 @@ from qattn_kernels.formats import Format
 from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = range(64, 257, 8)
 BLOCKS = (64, 128)  # and 32, for formats without integer products over half tiles
-FP8_CAPABILITY = (8, 9)
+LEAST_CAPABILITY = (8, 0)  # Triton compiles no INT8 products for earlier GPUs
 # Latent attention: channels of the latent and of the RoPE part, and the maximum numbers in a block of latents
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (16, 32, 64, 128)
@@ -40,11 +40,25 @@ def no_triton(device_type: str) -> str | None:
 def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | None:
     """Return why the kernels cannot compute a layer with this spec and these sizes, or None."""
     if spec.latent:
-        return _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
+        reason = _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim)
+        return reason or _unsupported_gpu(spec)
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
-        return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
+        return f"head dims are {k_dim} and {v_dim}; the kernels know {head_dims()}"
     no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED)
-    return _reference_only(spec) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
+    return _reference_only(spec) or _unsupported_sides(spec, k_dim, v_dim) or _unsupported_gpu(spec) or no_room
+
+
+def head_dims() -> str:
+    """Return the head dimensions of kernels in words."""
+    return f"multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, the same for K and V"
+
+
+def reads_pages(spec: LayerSpec, heads: int) -> bool:
+    """Return whether kernels can use a page pool for this layer.
+
+    Requires Triton, blocks that close one at a time, and heads with one bit width."""
+    one_width = all(low_kind(fmt, heads) <= Low.ALL for fmt in (spec.k, spec.v))
+    return spec.impl == "triton" and spec.window.span == spec.window.block and one_width
 
 
 def _reference_only(spec: LayerSpec) -> str | None:
@@ -53,14 +67,14 @@ def _reference_only(spec: LayerSpec) -> str | None:
     known_pool = (pool.select, pool.exclude, pool.prefill) == ("smallest_key", True, "group")
     rules = {
         f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row": spec.compute.p_scale != "row",
-        "of sink pools the kernels know the one of the smallest keys, excluded, block by block": (
+        "the kernels know only sink pools of the smallest keys, excluded from their blocks, block by block": (
             pool.num and not known_pool
         ),
         "several blocks close together, and the kernels' sink pool competes with one": (
             pool.num and spec.window.span != spec.window.block
         ),
-        "both keys and values have blocks of two widths; the kernels know one side of them": all(aged),
-        "sparse V over blocks of two widths is the reference's": spec.sparsity.tau and any(aged),
+        "both keys and values have blocks of two widths; the kernels know them on one side": all(aged),
+        "only the reference computes sparse V over blocks of two widths": spec.sparsity.tau and any(aged),
         "the kernels know smoothed keys without a sink pool and without heads ranked by row": (
             spec.k.smoothed and (pool.num or mixes(spec.k))
         ),
@@ -90,26 +104,28 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
         if dim not in dims:
             return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
     if latent * spec.window.block > LATENT_BLOCK:
-        return f"blocks have {spec.window.block} tokens, and of latents of {latent} channels the kernels hold fewer"
+        return f"blocks have {spec.window.block} tokens, too many for the kernels with {latent} channels of latents"
     if reason := _no_room(f"latents of {latent} channels", latent, LATENT_SHARED):
         return reason
     if spec.sparsity.tau > 0:
-        return "sparse V over the latents of latent attention (MLA) is the reference's"
+        return "only the reference computes sparse V over latent attention (MLA)"
     if any(low_kind(fmt, heads) > Low.ALL for fmt in (spec.k, spec.v)):
-        return "heads of different bits in latent attention (MLA), which has one, are the reference's"
+        return "latent attention (MLA) has one head, so only the reference computes heads of different bits"
     return None
 
 
-def _no_fp8(spec: LayerSpec) -> str | None:
-    """Return why this GPU cannot compute a spec with FP8, which needs compute capability 8.9, or None.
-
-    The interpreter can."""
-    fp8 = spec.compute.prefill == "int8" and spec.compute.pv == "e4m3"
-    major, minor = chip_of(_device()).capability
-    if not (fp8 or spec.k.core.fp8 or spec.v.core.fp8) or (major, minor) >= FP8_CAPABILITY:
-        return None
-    instead = "sage2:pv=model, int8 or turboquant" if fp8 else "int8 or turboquant"
-    return f"FP8 needs compute capability 8.9, and this GPU has {major}.{minor}: use {instead}, which have kernels here"
+def _unsupported_gpu(spec: LayerSpec) -> str | None:
+    """Return why this GPU has no instructions for a spec, or None. The interpreter counts as a Hopper GPU."""
+    chip = chip_of(_device())
+    have = ".".join(map(str, chip.capability))
+    if chip.capability < LEAST_CAPABILITY:
+        return f"kernels need compute capability 8.0, and this GPU has {have}"
+    if spec.compute.prefill == "int8" and spec.compute.pv == "e4m3" and not chip.fp8:
+        return (
+            f"FP8 products need compute capability 8.9, and this GPU has {have}: "
+            "use sage2:pv=model, int8 or turboquant, which have kernels here"
+        )
+    return None
 
 
 def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:
@@ -141,13 +157,13 @@ def _unsupported_product(spec: LayerSpec, side: str, fmt: Format) -> str | None:
     compute = spec.compute
     int8 = "int8" in (compute.prefill, compute.decode)
     if compute.decode == "int8" and not fmt.coded and (side == "k" or compute.pv == "int8"):
-        return "INT8 products of a decode over keys and values that are no integers are the reference's"
+        return "only the reference computes a decode with INT8 products of keys or values that are not integers"
     if int8 and fmt.integer and side == "v" and compute.pv != "int8":
-        return "INT8 keys beside INT8 values that are multiplied in the model's precision are the reference's"
+        return "only the reference multiplies INT8 values in the model's dtype with INT8 keys"
     if compute.prefill == "int8" and compute.pv == "e5m2":
-        return "pv is 'e5m2'; of FP8 the kernels multiply E4M3"
+        return "pv is 'e5m2'; the kernels multiply only E4M3 in FP8"
     if compute.prefill == "int8" and "tensor" in (compute.q_scale, compute.k_scale):
         return "granularity is 'tensor'; the kernels scale queries and keys by token, thread or block"
     if compute.smooth_q != "none" and spec.k.integer:
-        return "smooth_q wants keys as they are, and the format has codes alone"
+        return "smooth_q needs unquantized keys, and the format stores only codes"
     return None

@@ -73,8 +73,8 @@ def long_queries(
 def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor | None:
     """Return the means, fp32 `[B, Hq, T, D]`, that smoothing subtracts from each query, or None for `none`.
 
-    With `tensor`, the mean of all real queries of the head; with `block`, that of the query's `QUERY_BLOCK`. Rounded
-    from fp64, so that summation order does not matter."""
+    With `tensor`, it is the mean of all real queries of the head; with `block`, the mean of the query's `QUERY_BLOCK`.
+    Means are rounded from fp64, so that summation order does not matter."""
     if smooth == "none":
         return None
     size = q.shape[2] if smooth == "tensor" else QUERY_BLOCK

@@ -8,6 +8,7 @@ from qattn_kernels.launch.call import Call, make_call
 from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.step import Step, Tensors
 from qattn_kernels.layout import State
 from qattn_kernels.ops.append.launch import append, append_long, call_mean, empty_unpacked, finish, rank, unpack_past
 from qattn_kernels.ops.decode.launch import decode
@@ -27,20 +28,25 @@ def fused_step(
     spec: LayerSpec,
     scores: Scores,
     past: int,
-    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `run_step` on state tensors that the caller holds. Arguments and results are those of
+    `step.reference.reference_step`; `past` as in `Step`."""
+    return run_step(Step(query, key, value, span, Tensors(state, spec), scores, past))
+
+
+def run_step(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new tokens, pack full blocks and attend, in kernels.
 
     Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode). Longer calls
-    attend to their own tokens as the method's prefill does. Arguments and results are those of `step.operator.attend`.
-    `table`: page table of a short call over a page pool, as in `step.paged.attend_pages`."""
-    if query.shape[2] <= SHORT_CALL:
-        call = rotate.inside(make_call(query, key, value, span, state, spec, scores, table))
+    attend to their own tokens as the method's prefill does. Results are those of `step.operator.attend`."""
+    spec, scores = step.memory.spec, step.scores
+    if step.query.shape[2] <= SHORT_CALL:
+        call = rotate.inside(make_call(step))
         append(call)
         return latent.decode(call) if spec.latent else decode(call)
-    query, key, value = rotated(query, key, value, spec.compute, state, rotate.rotate)
-    call = make_call(query, key, value, span, state, spec, scores)
-    unpacked = write_long(call, past)
+    query, key, value = rotated(*step[:3], spec.compute, step.memory.state, rotate.rotate)
+    call = make_call(step._replace(query=query, key=key, value=value))
+    unpacked = write_long(call, step.past)
     if spec.latent:
         finish(call)
         out, lse = latent.prefill(call, unpacked)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
-from qattn_kernels.layout import Row, State
+from qattn_kernels.layer.step import Step
+from qattn_kernels.layout import Row
 from qattn_kernels.ops.latent.up import UpProjections
 from qattn_kernels.step.prompt import write_and_attend
 
@@ -32,31 +33,18 @@ def by_expansion(query: torch.Tensor, masked: int, spec: LayerSpec, scores: Scor
         spec: the layer's formats and arithmetic.
         scores: scale, cap, window and sinks of the scores.
     """
-    plain = not scores.softcap and not scores.window and scores.sinks is None and spec.compute.softmax == "exact"
+    exact = scores.plain and spec.compute.softmax == "exact"
     few = query.shape[0] * query.shape[2] * masked <= MOST_MASKED
-    return spec.impl == "triton" and plain and few and query.shape[2] > SHORT_CALL
+    return spec.impl == "triton" and exact and few and query.shape[2] > SHORT_CALL
 
 
 @torch.no_grad()
-def attend_expanded(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    state: State,
-    spec: LayerSpec,
-    scores: Scores,
-    past: int,
-    unpadded: bool,
-    up: UpProjections,
-) -> torch.Tensor:
+def attend_expanded(step: Step, unpadded: bool, up: UpProjections) -> torch.Tensor:
     """Write a long call of latents and attend. Requires `by_expansion`.
 
     Args:
-        query: `[B, Hq, T, Dn + rope]`, not absorbed.
-        key: RoPE parts `[B, 1, T, rope]`.
-        value: latents `[B, 1, T, R]`.
-        span, state, spec, scores, past: as in `step.operator.attend`.
+        step: its query is not absorbed, `[B, Hq, T, Dn + rope]`. Keys are RoPE parts `[B, 1, T, rope]`, values are
+            latents `[B, 1, T, R]`.
         unpadded: true if every column of `span` is known to be real.
         up: the layer's up projections.
 
@@ -68,11 +56,13 @@ def attend_expanded(
     """
     from qattn_kernels.ops.latent.launch import prefill  # imported here, because it loads Triton
 
-    attend = _first_prompt if unpadded and past == 0 else partial(_masked, block=spec.window.block)
+    query, scores = step.query, step.scores
+    first = unpadded and step.past == 0
+    attend = _first_prompt if first else partial(_masked, block=step.memory.spec.window.block)
     with torch.cuda.device_of(query):
         out = write_and_attend(
-            (query, key, value, span, state, spec, scores),
-            past,
+            step,
+            step.past,
             lambda unpacked: attend(query, unpacked, scores, up),
             lambda call, unpacked: up.expand(prefill(call._replace(query=up.absorb(query)), unpacked)[0]),
         )

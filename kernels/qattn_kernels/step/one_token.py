@@ -45,7 +45,7 @@ def rows_alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores
     """Return the lengths of the rows if `one_token` computes the step of a call with one column, else None.
 
     It does on a CPU, if all rows are equally long and without short blocks, each gets one token, and no block closes.
-    After a crop the rows first grow back to their longest length, so that nothing removed is left behind the end."""
+    After a crop the rows first grow back to their longest length, so that no removed token follows the end."""
     window, pool = spec.window, spec.sink_pool
     if span.device.type != "cpu" or spec.latent or spec.sparsity.tau > 0 or pool.select == "attention":
         return None
@@ -70,7 +70,7 @@ def one_token(
 
     Args:
         q: `[B, Hq, 1, D]`, rotated as the layer stores keys.
-        k, v: `[B, Hkv, 1, D]`, likewise.
+        k, v: `[B, Hkv, 1, D]`, rotated in the same way.
         state: the layer's tensors.
         spec, scores: as in `reference_step`.
         rows: lengths of the rows (`rows_alike`).
@@ -119,7 +119,7 @@ def _quantized(
 
 @lru_cache(maxsize=64)
 def _levels(levels: tuple[int, ...], heads: tuple[int, ...]) -> torch.Tensor:
-    """Return fp32 `[sum(heads), 1]`: each of `levels` for as many heads."""
+    """Return fp32 `[sum(heads), 1]`: each of `levels`, repeated for its number of heads."""
     with torch.inference_mode(False):  # it outlives the call
         return torch.tensor(levels, dtype=torch.float32).repeat_interleave(torch.tensor(heads))[:, None]
 

@@ -13,10 +13,11 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from qattn_kernels.launch.plan import planned
-from qattn_kernels.layer.arena import Layout, decode_layout, views
+from qattn_kernels.layer.arena import decode_layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
+from qattn_kernels.layer.step import Arena, Step
 from qattn_kernels.layout import State
 from qattn_kernels.ops.crop.front import drop_front, left_behind
 from qattn_kernels.step.reference import reference_step
@@ -78,7 +79,9 @@ def _attend(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    return attend_directly(query, key, value, span, arena, layout, blocks, Scores(scale, softcap, window, sinks), past)
+    where = decode_layout(layout, key.shape[0], blocks)
+    scores = Scores(scale, softcap, window, sinks)
+    return attend_directly(Step(query, key, value, span, Arena(arena, where, layout), scores, past))
 
 
 def needs_dispatch(query: torch.Tensor) -> bool:
@@ -88,91 +91,60 @@ def needs_dispatch(query: torch.Tensor) -> bool:
     return type(query) is not torch.Tensor or query.is_meta or _get_current_dispatch_mode() is not None
 
 
-def attend_directly(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    arena: torch.Tensor,
-    layout: str,
-    blocks: int,
-    scores: Scores,
-    past: int,
-    state: State | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_step(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `attend` on a step over an arena, through PyTorch's dispatcher only if that is needed."""
+    return attend(*flat(step)) if needs_dispatch(step.query) else attend_directly(step)
+
+
+def flat(step: Step) -> tuple[Any, ...]:
+    """Return a step over an arena as the arguments of `attend`."""
+    query, key, value, span, memory, scores, past = step
+    text, blocks = memory.plan_key
+    return query, key, value, span, *memory.buffers, text, blocks, *scores, past
+
+
+def attend_directly(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` without PyTorch's dispatcher, which costs the host some microseconds per layer.
 
-    Arguments, results and errors are those of `attend`; `scores` bundles four of them. `state`: the views of `arena`,
-    if the caller has them; the reference then does not make them."""
+    Results and errors are those of `attend`. A step over a page pool has at most `SHORT_CALL` tokens per row."""
     if torch.is_grad_enabled():  # no gradients here, and state must never require one
         with torch.no_grad():
-            return attend_directly(query, key, value, span, arena, layout, blocks, scores, past, state)
-    where = decode_layout(layout, key.shape[0], blocks)
-    layer = where.spec
-    if layer.impl == "triton":
-        return _fused(query, key, value, span, arena, where, layout, scores, past)
-    state = views(arena, where) if state is None else state
-    check_capacity(state, layer, span)
+            return attend_directly(step)
+    query, key, value, span, memory, scores, _ = step
+    if memory.spec.impl == "triton":
+        return _planned(step)
+    state = memory.state
+    check_capacity(state, memory.spec, span)
     autocast = torch.is_autocast_enabled(query.device.type)  # integer products sum exactly in fp32 only
     with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
-        out, lse = reference_step(query, key, value, span, state, layer, scores)
+        out, lse = reference_step(query, key, value, span, state, memory.spec, scores)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
-def _fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    arena: torch.Tensor,
-    layout: Layout,
-    text: str,
-    scores: Scores,
-    past: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `attend_directly` in kernels, with the launch plan of an earlier call of the same shapes.
-
-    `text`: the encoded layout."""
-    if span.device.type == "cpu":
-        check_capacity(views(arena, layout), layout.spec, span)
-    tensors, (scale, softcap, window, sinks) = (query, key, value, span), scores
-    shapes = [(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))]
+def _planned(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a step in kernels, with the launch plan of an earlier step of the same shapes."""
+    query, key, value, span, memory, (scale, softcap, window, sinks), past = step
+    buffers, table = memory.buffers, memory.table
+    if table is None and span.device.type == "cpu":
+        check_capacity(memory.state, memory.spec, span)
+    tensors: tuple[torch.Tensor, ...] = (query, key, value, span)
+    if table is not None:
+        tensors += (table,)
+    if sinks is not None:
+        tensors += (sinks,)
+    shapes = [(x.shape, x.stride(), x.dtype) for x in tensors]
     known = past if key.shape[2] > SHORT_CALL else 0
-    plan = text, layout.geometry.blocks, scale, softcap, window, known, query.device, *shapes
-    out, lse = planned(plan, (arena, *tensors, sinks), compute, *tensors, arena, layout, scores, past)
+    plan = memory.plan_key, scale, softcap, window, known, query.device, *shapes
+    out, lse = planned(plan, buffers + tensors, compute, step, arenas=len(buffers))
     return out, lse
 
 
-def compute(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    arena: torch.Tensor,
-    layout: Layout,
-    scores: Scores,
-    past: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernels of a call. `_attend` describes arguments and results."""
-    return in_kernels(query, key, value, span, views(arena, layout), layout.spec, scores, past)
+def compute(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernels of a step. `_attend` describes the results."""
+    from qattn_kernels.step import kernels  # imported here: loads Triton
 
-
-def in_kernels(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    state: State,
-    spec: LayerSpec,
-    scores: Scores,
-    past: int,
-    table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `compute` on the state tensors. `table` as in `step.paged.attend_pages`."""
-    from qattn_kernels.step.kernels import fused_step  # imported here: loads Triton
-
-    with torch.cuda.device_of(query):  # Triton launches on the current device, not on the tensors' device
-        return fused_step(query, key, value, span, state, spec, scores, past, table)
+    with torch.cuda.device_of(step.query):  # Triton launches on the current device, not on the tensors' device
+        return kernels.run_step(step)
 
 
 def _attend_and_keep(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.layout import State
+from qattn_kernels.layer.step import Step
 from qattn_kernels.ops.rotate.reference import rotated, stored
 from qattn_kernels.step.operator import check_capacity
 
@@ -27,20 +27,14 @@ if TYPE_CHECKING:
 WORTH = 2**26
 
 
-def by_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: LayerSpec, scores: Scores) -> bool:
-    """Return whether `attend_prompt` computes the same as the kernels, and faster.
-
-    Args:
-        query: `[B, Hq, T, D]`, a prompt without padding into an empty cache.
-        key, value: `[B, Hkv, T, D]`.
-        spec: the layer's formats and arithmetic.
-        scores: scale, cap, window and sinks of the scores.
-    """
+def by_sdpa(step: Step) -> bool:
+    """Return whether `attend_prompt` computes the same as the kernels, and faster, for a prompt without padding into an
+    empty cache."""
+    query, key, value, spec = *step[:3], step.memory.spec
     exact = spec.compute.prefill == "model" and spec.compute.softmax == "exact"
-    plain = not scores.softcap and not scores.window and scores.sinks is None
     alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape and not spec.latent
     worth = query.shape[0] * query.shape[2] ** 2 >= WORTH
-    return spec.impl == "triton" and exact and plain and alike and worth and _fast(query, key, value)
+    return spec.impl == "triton" and exact and step.scores.plain and alike and worth and _fast(query, key, value)
 
 
 def sees_raw(spec: LayerSpec) -> bool:
@@ -59,16 +53,8 @@ def _fast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def attend_prompt(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    state: State,
-    spec: LayerSpec,
-    scores: Scores,
-) -> torch.Tensor:
-    """Write a prompt and attend. Requires `by_sdpa`; arguments are those of `step.reference.reference_step`.
+def attend_prompt(step: Step) -> torch.Tensor:
+    """Write a prompt and attend. Requires `by_sdpa`.
 
     Returns:
         `[B, Hq, T, D]` in the query's dtype.
@@ -80,6 +66,8 @@ def attend_prompt(
     from qattn_kernels.ops.prefill.launch import prefill
     from qattn_kernels.ops.rotate.launch import rotate, rotated_back
 
+    query, key, value, _, memory, scores, _ = step
+    state, spec = memory.state, memory.spec
     raw, compute = sees_raw(spec), spec.compute
 
     def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
@@ -101,7 +89,8 @@ def attend_prompt(
             q, (k, v) = query, stored(key, value, compute, state, rotate)
         else:
             q, k, v = rotated(query, key, value, compute, state, rotate)
-        return write_and_attend((q, k, v, span, state, spec, scores), None if raw else 0, by_sdpa, by_kernels)
+        turned = step._replace(query=q, key=k, value=v)
+        return write_and_attend(turned, None if raw else 0, by_sdpa, by_kernels)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
@@ -109,7 +98,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores:
 
 
 def write_and_attend(
-    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, State, LayerSpec, Scores],
+    step: Step,
     past: int | None,
     by_sdpa: Callable[[UnpackedKV], torch.Tensor],
     by_kernels: Callable[[Call, UnpackedKV], torch.Tensor],
@@ -120,8 +109,8 @@ def write_and_attend(
     kernels found one. If so, `by_kernels` attends again and masks that token.
 
     Args:
-        arguments: arguments of `launch.call.make_call`.
-        past: as in `step.operator.attend`; None if no unpacked keys and values are read.
+        step: its `past` is not read.
+        past: as in `Step`; None if no unpacked keys and values are read.
         by_sdpa: attends over the unpacked keys and values with SDPA.
         by_kernels: the same with kernels.
 
@@ -135,11 +124,10 @@ def write_and_attend(
     from qattn_kernels.ops.append.launch import finish
     from qattn_kernels.step.kernels import write_long
 
-    *_, span, state, spec, _ = arguments
-    check_capacity(state, spec, span)
-    call = make_call(*arguments)
+    call = make_call(step)
+    check_capacity(call.state, call.spec, call.span)
     unpacked = write_long(call, past)
-    broken = state["nonfinite"].any()
+    broken = call.state["nonfinite"].any()
     written = torch.cuda.Event() if broken.is_cuda else None
     broken = broken.to("cpu", non_blocking=True)
     if written is not None:

@@ -34,7 +34,7 @@ def reference_step(
     """Write new tokens, pack full blocks and attend: all operations of one call, in order.
 
     Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode). Longer calls
-    attend to their own tokens as the method's prefill does. Arguments and results are those of `step.operator.attend`.
+    attend to their own tokens as the method's prefill does. Arguments and results are as in `step.operator.attend`.
     """
     q, k, v = rotated(q, k, v, spec.compute, state, partial(map, rotate))
     rows = rows_alike(state, span, spec, scores) if q.shape[2] == 1 else None

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def reorder_arena(arena: torch.Tensor, layout: str, blocks: int, rows: torch.Tensor) -> None:
-    """Run `reorder_tensors` as a kernel on the whole state of a layer. Arguments are those of
+    """Run `reorder_tensors` as a kernel on the whole state of a layer. Arguments are as in
     `ops.reorder.launch.reorder`."""
     from qattn_kernels.ops.reorder.launch import reorder
 

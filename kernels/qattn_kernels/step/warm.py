@@ -14,6 +14,7 @@ from qattn_kernels.launch.launches import Launch, collected, compile_launch, exp
 from qattn_kernels.layer.arena import Layout, empty_arena
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.step import Arena, Step
 from qattn_kernels.layout import Geometry
 from qattn_kernels.step.operator import compute
 
@@ -61,29 +62,32 @@ def launches(shape: LayerShape) -> list[Launch]:
         )
         span = torch.zeros(rows, 2, dtype=torch.int32, device=shape.device)
         scores = Scores(shape.dim**-0.5, float(shape.softcap), shape.window)
-        found += collected(partial(compute, q, k, v, span, arena, layout, scores, past))
+        step = Step(q, k, v, span, Arena(arena, layout, layout.encode()), scores, past)
+        found += collected(partial(compute, step))
     return found
+
+
+def variants(shapes: Iterable[LayerShape]) -> list[tuple[Launch, torch.device]]:
+    """Return one launch, with its device, of each variant of a kernel that these layer shapes launch."""
+    found = ((one, shape.device) for shape in dict.fromkeys(shapes) for one in launches(shape))
+    return list({(one.variant(), device): (one, device) for one, device in found}.values())
 
 
 def warm(shapes: Iterable[LayerShape]) -> list[Future]:
     """Start to compile the kernels for these layer shapes in threads. A call that needs one of them waits for it.
 
     Returns:
-        One future per kernel. A failed one is silent: the call that needs its kernel compiles it again.
+        One future per variant of a kernel. A failed one is silent: the call that needs it compiles it again.
     """
-    tasks: dict[tuple, list[Launch]] = {}
-    for shape in dict.fromkeys(shapes):
-        for one in launches(shape):  # one task per function: Triton keeps its variants in one table
-            tasks.setdefault((one.kernel, shape.device), []).append(one)
+    tasks = variants(shapes)
     if not tasks:
         return []
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="qattn-compile")
-    futures = [expect(kernel, pool.submit(_compile, variants, device)) for (kernel, device), variants in tasks.items()]
+    futures = [expect(one.kernel, pool.submit(_compile, one, device)) for one, device in tasks]
     pool.shutdown(wait=False)
     return futures
 
 
-def _compile(variants: list[Launch], device: torch.device) -> None:
+def _compile(one: Launch, device: torch.device) -> None:
     with torch.cuda.device(device):
-        for one in variants:
-            compile_launch(one)
+        compile_launch(one)

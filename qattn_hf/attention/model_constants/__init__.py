@@ -64,5 +64,5 @@ def _check(setting: str, wanted: dict[int, LayerSpec], found: dict[int, torch.Te
     """Refuse a model if the pass found nothing for one of the layers."""
     if missing := wanted.keys() - found.keys():
         raise UnsupportedError(
-            f"{setting}: layer {min(missing)} gets no queries of its own in a pass of this model; leave it out"
+            f"{setting}: layer {min(missing)} receives no queries in a pass of this model; leave {setting} out"
         )

@@ -66,7 +66,7 @@ class Limits(NamedTuple):
         if strange is not None:
             raise RequestError(
                 f"token id {shown(strange)} is outside the model's vocabulary of {self.vocabulary:,} tokens: use the "
-                "model's own tokenizer"
+                "model's tokenizer"
             )
         return found
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qattn_hf.cache.notices import quantizes, reads_no_code
 from qattn_hf.generate.continuous.admission import positions_of
 from qattn_hf.generate.continuous.allocator import PackedAllocator
 from qattn_hf.generate.continuous.batch import Held, batches
@@ -75,12 +76,15 @@ class PagedCache(PagedAttentionCache):
         # tokens of a request's prompt that another request shares and that will be kept
         self.parts: dict[str, int] = {}
         self.horizon = min(layout.spec.window.horizon for layout in layouts)
+        # tokens of a request from which on a block of some layer is closed
+        self.closes = min(layout.spec.window.span + layout.spec.window.residual for layout in layouts)
         self.figures = self._figures()
 
     def _figures(self) -> dict[str, Any]:
         """Return the pool's sizes and peak use for the report. Bytes are counted from its tensors."""
         allocator = self.allocator
         rows = sum(x.nbytes for layer in allocator.layers.values() for x in layer.rows.values())
+        quantized = [layout.spec for layout in self.layouts if quantizes(layout.spec)]
         return {
             "page_tokens": allocator.tokens_per_page,
             "blocks": allocator.num_blocks,
@@ -91,7 +95,14 @@ class PagedCache(PagedAttentionCache):
             "shares_prefixes": bool(self.use_prefix_sharing),
             "most_requests": 0,
             "most_blocks": 0,
+            "unread": all(map(reads_no_code, quantized)) if quantized else None,
+            "clamped_scales": None,
         }
+
+    def count_clamped(self) -> None:
+        """Count the clamped scales of all pages for the report, after the last forward."""
+        layers = self.allocator.layers.values()
+        self.figures["clamped_scales"] = sum(layer.clamped_scales() for layer in layers)
 
     @property
     def allocator(self) -> PackedAllocator:
@@ -205,6 +216,8 @@ class PagedCache(PagedAttentionCache):
             for one in requests
         ]
         allocator.new.difference_update(one.state.request_id for one in requests if one.query_length)
+        if self.figures["unread"] and any(one.tokens and one.past >= self.closes for one in self.requests):
+            self.figures["unread"] = False
         for key, now in (("most_requests", len(allocator.held)), ("most_blocks", self._blocks_of(False))):
             self.figures[key] = max(self.figures[key], now)
         self.__dict__.pop("batch", None)

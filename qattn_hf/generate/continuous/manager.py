@@ -126,6 +126,13 @@ class PackedBatchingManager(ContinuousBatchingManager):
             self._open = True
         super().start()
 
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the loop, and count for the report what its pages hold."""
+        processor = self.batch_processor
+        super().stop(*args, **kwargs)
+        if processor is not None and self.failed is None and not self.is_running():
+            processor.cache.count_clamped()
+
     @property
     def failed(self) -> BaseException | None:
         """The error that ended the loop; None while it runs and after `stop`."""
@@ -303,13 +310,13 @@ class PackedBatchingManager(ContinuousBatchingManager):
                 self.input_queue.put(state, block=True, timeout=QUEUE_SECONDS)
             except queue.Full:
                 self.output_router.forget(answers)
-                raise EngineError("too many requests wait: send this one again later") from None
+                raise EngineError("too many requests are waiting: send this one again later") from None
         self._wake_up_loop.set()
 
     def _check_open(self) -> None:
         reason = self.background_thread_status.can_accept_new_requests()
         if reason is not None or not self._open:
-            raise EngineError(f"no request is taken any more: {reason or 'the loop has ended'} Start the manager again")
+            raise EngineError(f"no request is accepted: {reason or 'the loop has ended.'} Start the manager again")
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         try:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from qattn_hf.cache.report_rows import clamped_scales
 from qattn_kernels.formats.traits import MixedHeads
 from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors, row_tensors
+from qattn_kernels.layer.step import Arena, Step
+from qattn_kernels.layer.support import reads_pages
 from qattn_kernels.layout import State, TensorSpec, copy_blocks
-from qattn_kernels.step.operator import attend
-from qattn_kernels.step.paged import Pages, attend_pages, reads_pages
+from qattn_kernels.step.operator import attend_directly, attend_step
 from qattn_kernels.step.states import crop
 
 # row positions that are fixed for whole blocks without open tokens
 LENGTHS = ("length", "open_start", "longest", "ring_from")
+COUNTED = 1024  # pages whose scales are counted at once
 RESERVED = 1  # pages that no request owns; unused entries of a batch's tables point to them
 
 
@@ -154,6 +159,7 @@ class PagedLayer:
 
     Attributes:
         name: identifies the memory layout; layers with equal names share launch plans.
+        buffers: uint8, the bytes of all pages and of all rows.
     """
 
     def __init__(
@@ -178,7 +184,7 @@ class PagedLayer:
         self.in_place = reads_pages(layout.spec, layout.geometry.heads)
         self._text = layout.encode()
         self.name = f"{pages} {slots} {blocks} {self._text}"
-        self._memory = Pages(memory, rows, self.state, layout.spec, self.name)
+        self.buffers = memory, rows
 
     def state(self, count: int) -> State:
         """Return the state tensors of all pages and the first `count` rows."""
@@ -193,6 +199,15 @@ class PagedLayer:
         """Clear the masks of pages, int64 `[N]`. Masks of a sink pool are in the rows."""
         if "dropped" in self.pages:
             self.pages["dropped"].index_fill_(2, pages, 0)
+
+    def clamped_scales(self) -> int:
+        """Count the scales at the end of fp16's range in all pages, as their last requests left them."""
+        found, count = 0, self.pages["block_len"].shape[1]
+        for begin in range(0, count, COUNTED):
+            size = min(COUNTED, count - begin)
+            some = {name: x.narrow(self._paged[name].block_dim or 0, begin, size) for name, x in self.pages.items()}
+            found += clamped_scales(self.layout.spec, some)
+        return found
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy a request's row to another row. Pages are not copied."""
@@ -237,11 +252,10 @@ class PagedLayer:
             `[R, Hq, T, Dv]`.
         """
         if not isinstance(rows, Rows):
-            return attend_pages(query, key, value, rows.span, rows.table, self._memory, scores)
+            return attend_directly(Step(query, key, value, rows.span, Pages(self, rows.table), scores))[0]
         arena, layout = self.gather(rows)
-        sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-        where = arena, self._text, layout.geometry.blocks
-        out, _ = attend(query, key, value, rows.span, *where, *sizes, rows.past)
+        memory = Arena(arena, layout, self._text)
+        out, _ = attend_step(Step(query, key, value, rows.span, memory, scores, rows.past))
         self.scatter(rows, arena, layout)
         return out
 
@@ -282,6 +296,34 @@ class PagedLayer:
                 assert spec.block_dim is not None
                 changed = state[name].narrow(spec.block_dim, rows.first, len(page))
                 self.pages[name].index_copy_(spec.block_dim, page, changed)
+
+
+class Pages(NamedTuple):
+    """Pages of a layer, and the first rows of its state, as `qattn_kernels.layer.step.Memory` of a call.
+
+    Attributes:
+        layer: the layer.
+        table: int32 `[R, NB]`, the page of each block of a row.
+    """
+
+    layer: PagedLayer
+    table: torch.Tensor
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self.layer.layout.spec
+
+    @property
+    def state(self) -> State:
+        return self.layer.state(len(self.table))
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return self.layer.buffers
+
+    @property
+    def plan_key(self) -> str:
+        return self.layer.name
 
 
 def _pages_first(pages: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

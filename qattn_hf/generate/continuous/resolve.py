@@ -43,11 +43,14 @@ def layouts(model: PreTrainedModel) -> list[Layout]:
     if shard_of(model).size > 1 or len({x.device for x in model.parameters()}) > 1:
         raise UnsupportedError("continuous batching of a model on several devices is not supported: use generate")
     if any(isinstance(spec, BudgetLayerSpec) for spec in patched.specs):
-        raise UnsupportedError("memory= is of generate's caches; a pool of pages has a size of its own: leave it out")
+        raise UnsupportedError(
+            "memory= does not apply to continuous batching, whose page pool has its own size: leave it out, and set "
+            "num_blocks"
+        )
     full = [spec for spec in patched.specs if type(spec) is LayerSpec and not spec.latent]
     if len(full) < len(patched.specs) or patched.sizes is None:
         raise UnsupportedError(
-            "continuous batching has packed pages for full attention alone, and this model has other layers: use "
+            "continuous batching packs only layers with full attention, and this model has other layers: use "
             "generate, or unpatch(model)"
         )
     if len({spec.window.block for spec in full}) > 1:
@@ -67,7 +70,7 @@ def resolved(layouts: Sequence[Layout], config: Any, cb_config: Any, *args: Any,
     for name, what in NOT_YET.items():
         value = getattr(cb_config, name, None)
         if any(value) if isinstance(value, tuple) else value:
-            raise UnsupportedError(f"{name}={value!r}: packed pages have no {what} yet; leave it out")
+            raise UnsupportedError(f"{name}={value!r}: packed pages do not support {what}; leave it out")
     own, block = copy.deepcopy(cb_config), layouts[0].spec.window.block
     unsized = own.num_blocks is None and own.max_memory_percent is None
     if own.num_blocks is not None:  # the caller counted in blocks of the caller's size

@@ -46,7 +46,7 @@ class Router(OutputRouter):
             used = self.live.intersection(request_ids)
             if used:
                 raise RequestError(
-                    f"request id {shown(min(used))} is in use: give each request an id of its own, or none"
+                    f"request id {shown(min(used))} is in use: give each request a different id, or none"
                 )
             self.live.update(request_ids)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from qattn_hf.errors import UnsupportedError
 from qattn_hf.model.device import device_of, modules
-from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model.tensor_parallel import shard_of
 
 Result = TypeVar("Result")
@@ -25,41 +23,6 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 ON_DEVICE = {"grouped_mm", "batched_mm"}
 ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 KNOWN_HOOKS = {"qattn_hf", "transformers", "accelerate"}  # packages whose hooks do nothing that a replay would skip
-
-
-def resolve_decode(
-    model: PreTrainedModel, setting: str, own: Sequence[ModelLayerSpec | HybridLayerSpec] = ()
-) -> tuple[str, str | None]:
-    """Decide how `generate` runs the decode steps of a model.
-
-    Args:
-        setting: the recipe's `decode`: `auto`, `graph`, `compile` or `eager`.
-        own: the unpacked layers, whose tensors are replaced by new tokens.
-
-    Returns:
-        `graph`, `compile` or `eager`, and the reason why no step is captured. The reason is None if steps are captured,
-        or for the setting `eager`.
-
-    Raises:
-        UnsupportedError: the setting is `graph` or `compile` and the model cannot be captured, or compiled.
-    """
-    moving = _moving(own) if own else None
-    if setting == "eager":
-        return setting, None
-    reason = moving or why_not(model)
-    if setting == "compile" and moving is None:
-        return setting, reason
-    if reason is None:
-        return "graph", None
-    if setting in ("graph", "compile"):
-        raise UnsupportedError(refusal(reason, setting))
-    return "eager", reason
-
-
-def _moving(own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> str:
-    windows = all(isinstance(spec, ModelLayerSpec) and spec.window is not None for spec in own)
-    hint = "; windows in the packed cache are, with sliding='unquantized' or 'packed'" if windows else ""
-    return f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured{hint}"
 
 
 def refusal(reason: str, setting: str = "graph") -> str:

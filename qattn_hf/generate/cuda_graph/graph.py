@@ -25,7 +25,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass
-class Step:
+class CapturedStep:
     """One captured decode step.
 
     Attributes:
@@ -99,22 +99,18 @@ class GraphedCall:
         if ids is None or ids.shape[1] > SHORT_CALL or not cache.layers[0].is_initialized:
             return self.model(**inputs)
         tensors, tokens = list(tensors_of(inputs)), ids.shape[1]
-        reason = self.pool.refused or _unfit(inputs, tensors, cache)
-        if reason:
-            cache.ran(self.uncaptured, reason)
-            if not self.pool.refused:  # a refusal was reported when it was found
-                self.model._qattn.notices.of_eager(reason)
-            return self.step(**inputs)
+        if reason := self.pool.refused or _unfit(inputs, tensors, cache):
+            return self._uncaptured(inputs, cache, reason)
         self.pool.allocate(cache.reserve, tokens)  # before the look-up of steps, because it may replace tensors
         steps, signature = self.pool.steps_of(cache.packed), _signature(inputs)
         known = steps.get(signature, 0)
-        if not isinstance(known, Step) and known < (BEFORE if tokens == 1 else BEFORE_DRAFTS):
+        if not isinstance(known, CapturedStep) and known < (BEFORE if tokens == 1 else BEFORE_DRAFTS):
             if self._compiled is None or self.pool.watched:
                 steps[signature] = known + 1
             return self._warm_up(inputs, cache, tokens) if self.pool.watched else self._watched(inputs, cache)
         with self.pool.lock:  # steps share memory: another thread's step would overwrite these results
             step = steps[signature]
-            if isinstance(step, Step):
+            if isinstance(step, CapturedStep):
                 cache.count(tokens)
             else:
                 step = self._capture(inputs, cache, tokens)
@@ -122,6 +118,13 @@ class GraphedCall:
             if step is not None:
                 cache.ran(self.captured)
                 return step.run(tensors, cache)
+        return self.step(**inputs)
+
+    def _uncaptured(self, inputs: dict[str, Any], cache: QAttnCache, reason: str) -> Any:
+        """Run a step without capture, for `reason`."""
+        cache.ran(self.uncaptured, reason)
+        if not self.pool.refused:  # a refusal was reported when it was found
+            self.model._qattn.notices.of_eager(reason)
         return self.step(**inputs)
 
     def _watched(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
@@ -137,27 +140,27 @@ class GraphedCall:
         """Run a step on inputs laid out like the capture's: nothing can be compiled during a capture."""
         if self._compiled is None:
             return self.model(**inputs)
-        marks = cache.marks()  # compiled code does not count on the host
+        before = cache.before_capture()  # compiled code does not count on the host
         out = self.step(**_static(inputs))
-        cache.recall(marks)
+        before.put_back(cache.packed)
         cache.count(tokens)
         return out
 
-    def _capture(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Step | None:
+    def _capture(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> CapturedStep | None:
         """Capture a step and count it on the host for its first replay. Return None if it cannot be captured."""
-        marks, static = cache.marks(), _static(inputs)
+        before, static = cache.before_capture(), _static(inputs)
         try:
             run = functools.partial(self.step, **static)
             replay, out = self.pool.allocate(record, run, cache.device, self.pool.graphs)
         except RuntimeError as error:
-            cache.recall(marks)
+            before.put_back(cache.packed)
             self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
             return None
-        cache.recall(marks)
+        before.put_back(cache.packed)
         cache.count(tokens)
         leaves, spec = tree_flatten(out)
         leaves = [CACHE if x is cache else x for x in leaves]
-        return Step(list(tensors_of(static)), replay, leaves, spec)
+        return CapturedStep(list(tensors_of(static)), replay, leaves, spec)
 
     def _refuse(self, reason: str, cache: QAttnCache, cause: Exception | None = None) -> None:
         if self.strict:

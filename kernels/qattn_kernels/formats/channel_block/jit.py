@@ -61,11 +61,11 @@ def _scale_offsets(at, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr)
 def put_block(S, x, at, ENCODE: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Quantize and store a full block `[BLOCK, DP]` of unquantized tokens.
 
-    `ENCODE` turns fp32 groups `[BLOCK, groups, GROUP]` into int32 codes and stored scales. `SHUFFLED`: see
+    `ENCODE` turns fp32 groups `[BLOCK, groups, GROUP]` of a `SIDE` into int32 codes and stored scales. `SHUFFLED`: see
     `write_codes`."""
     BITS: tl.constexpr = SIDE.BITS
     GROUP: tl.constexpr = SIDE.CHANNELS
-    code, scale = ENCODE(_grouped(x, GROUP), BITS)
+    code, scale = ENCODE(_grouped(x, GROUP), SIDE)
     offsets, mask = _scale_offsets(at, GROUP, SIDE, C)
     tl.store(S.scale + offsets, scale, mask=mask)
     write_codes(S.codes, tl.reshape(code, x.shape), at, BITS, SHUFFLED, SIDE, C)

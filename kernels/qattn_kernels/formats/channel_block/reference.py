@@ -46,9 +46,11 @@ class ChannelBlockFormat(OpenFormat):
         """Return the number of channels that share a scale. The last group of a head may be short."""
         raise NotImplementedError
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, x: torch.Tensor, channels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize fp32 groups `[..., groups, group]`: returns codes in [0, 2^bits), or INT8, and scales in stored
-        form."""
+        form.
+
+        `channels`: fp32 `[groups]`, the channels of each group if the last group is short; zeros follow them."""
         raise NotImplementedError
 
     @property
@@ -84,8 +86,9 @@ class ChannelBlockFormat(OpenFormat):
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()
         group, dim = self.group(x.shape[-1]), x.shape[-1]
-        padded = torch.nn.functional.pad(x, (0, -dim % group))
-        code, scale = self.encode(padded.unflatten(-1, (-1, group)))
+        padded = torch.nn.functional.pad(x, (0, -dim % group)).unflatten(-1, (-1, group))
+        starts = torch.arange(0, dim, group, device=x.device)
+        code, scale = self.encode(padded, (dim - starts).clamp(max=group).float() if dim % group else None)
         code = code.flatten(-2)[..., :dim]
         code = code if self.bits == 8 else pack(code, self.bits)
         code = code.transpose(-1, -2) if self.for_values else code

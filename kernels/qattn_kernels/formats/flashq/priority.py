@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 
@@ -16,8 +18,7 @@ def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kin
             `variation` are these two factors. `entropy` uses a 256-bin histogram, `random` a fixed shuffle.
     """
     if kind == "random":
-        order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
-        return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
+        return _shuffle(x1.shape[1], x1.device).expand(x1.shape[0], -1)
     values = x1.float() * scale.view(*x1.shape[:2], -1, 1)  # fp32, because a kernel cannot hold a block in fp64
     low = torch.where(keep[..., None], values, torch.inf).amin(-2).double()
     high = torch.where(keep[..., None], values, -torch.inf).amax(-2).double()
@@ -26,6 +27,13 @@ def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kin
         return _entropy(values.double(), keep, low.amin(-1), high.amax(-1))
     head_gap, deviation = (high.amax(-1) - low.amin(-1)).nan_to_num(0.0, 0.0, 0.0), gap.std(-1)
     return {"priority": head_gap * deviation, "min_max": head_gap, "variation": deviation}[kind]
+
+
+@cache
+def _shuffle(heads: int, device: torch.device) -> torch.Tensor:
+    """Return a fixed shuffle, fp64 `[heads]`, copied to a GPU once: a CUDA graph cannot record the copy."""
+    order = torch.randperm(heads, generator=torch.Generator().manual_seed(0), device="cpu")
+    return order.to(device, torch.float64)
 
 
 def _entropy(values: torch.Tensor, keep: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

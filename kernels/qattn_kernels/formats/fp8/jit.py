@@ -1,6 +1,6 @@
 """FP8 with one scale per token in kernels. `formats/fp8/reference.py` is the specification.
 
-The products are those of INT8 tokens in fp16, which represents FP8 and INT8 codes exactly."""
+Products are in fp16, as for INT8 tokens, because fp16 represents FP8 and INT8 codes exactly."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def rounded(x):
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     small = round_even(x * 512.0) * (1.0 / 512.0)
     return tl.where(tl.abs(x) < LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def to_bytes(x):
+    """Return the bytes of E4M3 numbers `x`, fp32, on any GPU.
+
+    The exponent bias of fp32 is 120 larger: `x * 2^-120` has the exponent bits of E4M3, also below `LEAST_NORMAL`."""
+    bits = (x * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+    return ((bits & 127) | ((bits >> 4) & 128)).to(tl.uint8)
 
 
 @triton.jit
@@ -52,15 +61,16 @@ def block_form(code, scale, keep):
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     at = block_of(slot, C)
     inside = tl.arange(0, SIDE.DP) < SIDE.D
-    byte = tokens.code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(addresses(S.codes, at, tokens.t, SIDE, C), byte, mask=tokens.write[:, None] & inside[None, :])
+    tl.store(
+        addresses(S.codes, at, tokens.t, SIDE, C), to_bytes(tokens.code), mask=tokens.write[:, None] & inside[None, :]
+    )
     tl.store(S.scale + at * C.BLOCK + tokens.t, tokens.scale, mask=tokens.write)
 
 
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     code, scale = get_codes(S, slot, SIDE, C)
-    return numbers(code).to(tl.float32) * scale[:, None], scale
+    return numbers(code, C).to(tl.float32) * scale[:, None], scale
 
 
 JIT = INT8._replace(quantize_tokens=quantize_tokens, block_form=block_form, put=put, get=get)

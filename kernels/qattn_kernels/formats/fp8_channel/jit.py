@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.fp8.jit import LARGEST, rounded, signed_divide
+from qattn_kernels.formats.fp8.jit import LARGEST, rounded, signed_divide, to_bytes
 from qattn_kernels.formats.int8.jit import addresses, numbers
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.math import SMALLEST_NORMAL
@@ -36,8 +36,7 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     x = rounded(tl.clamp(signed_divide(tokens.code, divisor[None, :]), -LARGEST, LARGEST))
-    byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(addresses(S.codes, at, tokens.t, SIDE, C), byte, mask=(d < SIDE.D)[None, :])
+    tl.store(addresses(S.codes, at, tokens.t, SIDE, C), to_bytes(x), mask=(d < SIDE.D)[None, :])
     tl.store(S.scale + at * SIDE.D + d, scale, mask=d < SIDE.D)
 
 
@@ -46,7 +45,7 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Return dequantized tokens `[BLOCK, DP]` of a closed block; the returned scales are zeros and unused."""
     at = block_of(slot, C)
     t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
-    x = numbers(tl.load(addresses(S.codes, at, t, SIDE, C), mask=(d < SIDE.D)[None, :], other=0)).to(tl.float32)
+    x = numbers(tl.load(addresses(S.codes, at, t, SIDE, C), mask=(d < SIDE.D)[None, :], other=0), C).to(tl.float32)
     scale = tl.load(S.scale + at * SIDE.D + d, mask=d < SIDE.D, other=0.0)
     return x * scale[None, :], tl.full([C.BLOCK], 0, tl.float32)
 
@@ -56,7 +55,7 @@ def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """Add a block of values. E4M3 numbers are exact in fp16; a channel's scale multiplies its sum."""
     t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
     codes = S.codes + at.block * (C.BLOCK * SIDE.D) + d[:, None] * C.BLOCK + t[None, :]
-    v = numbers(tl.load(codes, mask=(d < SIDE.D)[:, None], other=0)).to(tl.float16)
+    v = numbers(tl.load(codes, mask=(d < SIDE.D)[:, None], other=0), C).to(tl.float16)
     scale = tl.load(S.scale + at.block * SIDE.D + d, mask=d < SIDE.D, other=0.0)
     o = unrepeated_columns(tl.dot(v, repeated_columns(deinterleave(p, C.PARTS).to(tl.float16), C)), C)
     return acc * alpha[None, :] + o * scale[:, None] * beta[None, :], tl.sum(p, 0)

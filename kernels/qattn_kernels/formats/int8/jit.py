@@ -88,12 +88,18 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def numbers(x):
-    """Return INT8 codes unchanged, and FP8 bytes as E4M3 numbers."""
-    if x.dtype == tl.uint8:
-        return x.to(tl.float8e4nv, bitcast=True)
-    else:
+def numbers(x, C: tl.constexpr):
+    """Return INT8 codes unchanged, and FP8 bytes as E4M3 or fp16 numbers.
+
+    With `C.SHIFTS_FP8`, exponent and mantissa move to their places in an fp16, whose exponent bias is 8 larger."""
+    if x.dtype != tl.uint8:
         return x
+    elif C.SHIFTS_FP8:
+        wide = x.to(tl.int16)
+        bits = ((wide & 127) << 7) | ((wide & 128) << 8)
+        return bits.to(tl.float16, bitcast=True) * 256.0
+    else:
+        return x.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -101,7 +107,8 @@ def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query
     """Return scores `[TOKENS, Q]`, in `token_order`, of consecutive keys."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, SIDE.DP)
     k = numbers(
-        tl.load(codes + token_order(TOKENS, PARTS)[:, None] * SIDE.D + d[None, :], mask=(d < SIDE.D)[None, :], other=0)
+        tl.load(codes + token_order(TOKENS, PARTS)[:, None] * SIDE.D + d[None, :], mask=(d < SIDE.D)[None, :], other=0),
+        C,
     )
     if C.N > C.Q:
         s = join_split(dot_split(k, query.operand))
@@ -128,7 +135,7 @@ def token_values(
 
     Each weight is multiplied by its value's scale before the weights are rounded."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, SIDE.DP)
-    v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < SIDE.D)[:, None], other=0))
+    v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < SIDE.D)[:, None], other=0), C)
     w = p * to_token_order(tl.load(scales + t), PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
     if C.N > C.Q:

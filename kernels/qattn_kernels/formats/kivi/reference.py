@@ -57,7 +57,7 @@ def encode_compensated(
 
     A channel passes on at most one step of error. Otherwise a key outside the range, such as a sink's, would push its
     other channels out of range too. All terms are whole parts of a channel's step, so sums are exact in any order,
-    including that of tensor cores.
+    including the order of tensor cores.
 
     Args:
         x: `[B, H, block, D]`.

@@ -19,7 +19,7 @@ LOOKUP = tl.constexpr(lookup(integers()))
 
 
 @triton.jit
-def encode(x, BITS: tl.constexpr):
+def encode(x, SIDE: tl.constexpr):
     """Return int32 codes of fp32 groups `[BLOCK, groups, GROUP]`, and bits of their scales.
 
     Finds the level by bisection: half of the 16 levels, then half of that half, until one is left."""

@@ -64,7 +64,7 @@ class Nf4Format(CodebookFormat):
     def table(self) -> tuple[int, ...]:
         return integers()
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, x: torch.Tensor, channels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         scale = to_bits(x.abs().amax(-1))
         whole = from_bits(scale)[..., None]
         code = torch.zeros_like(x, dtype=torch.uint8)

@@ -18,8 +18,9 @@ LARGEST = tl.constexpr(65504.0)  # largest fp16 number
 
 
 @triton.jit
-def encode(x, BITS: tl.constexpr):
+def encode(x, SIDE: tl.constexpr):
     """Return `code_bits` of fp32 groups `[BLOCK, groups, GROUP]`, and stored scales. Needs `enable_fp_fusion=False`."""
+    BITS: tl.constexpr = SIDE.BITS
     low, high = tl.min(x, 2), tl.max(x, 2)
     if BITS == 8:
         top = tl.maximum(high, -low)

@@ -29,7 +29,7 @@ class QuantBlockFormat(ChannelBlockFormat):
     def group(self, dim: int) -> int:
         return GROUP
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, x: torch.Tensor, channels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = x.aminmax(dim=-1)
         if self.bits == 8:
             top = torch.maximum(high, -low)

@@ -67,15 +67,30 @@ def _sizes(x, deviation, BITS: tl.constexpr):
 
 
 @triton.jit
-def encode(x, BITS: tl.constexpr):
+def _inside(x, SIDE: tl.constexpr):
+    """Return which channels `[1, groups, GROUP]` of groups `x` a token has."""
+    g, d = tl.arange(0, x.shape[1])[:, None], tl.arange(0, x.shape[2])[None, :]
+    return (g * x.shape[2] + d < SIDE.D)[None, :, :]
+
+
+@triton.jit
+def encode(x, SIDE: tl.constexpr):
     """Return int32 codes of fp32 groups `[BLOCK, groups, GROUP]`, and bits of their scales. Needs
     `enable_fp_fusion=False`."""
+    BITS: tl.constexpr = SIDE.BITS
     squares = tree_sum(x * x)
-    deviation = tl.sqrt_rn(squares * (1.0 / x.shape[2]))
+    mean, inside = squares * (1.0 / x.shape[2]), None
+    if SIDE.D % SIDE.CHANNELS > 0:  # the last group is short
+        inside = _inside(x, SIDE)
+        channels = tl.maximum(tl.sum(inside.to(tl.float32), 2), 1.0)
+        mean = tl.div_rn(squares, tl.broadcast_to(channels, squares.shape))
+    deviation = tl.sqrt_rn(mean)
     size = _sizes(x, tl.broadcast_to(deviation[:, :, None], x.shape), BITS)
     HALF: tl.constexpr = 2 ** (BITS - 1)
     code = tl.where(x < 0.0, HALF - 1 - size, HALF + size)
     level = levels(code, BITS).to(tl.float32)
+    if inside is not None:
+        level = tl.where(inside | (squares == 0.0)[:, :, None], level, 0.0)  # not all, as the norm is a divisor
     scale = tl.sqrt_rn(tl.div_rn(squares, tl.sum(level * level, 2))) * (1.0 / UNIT)
     return code, to_bits(scale)
 

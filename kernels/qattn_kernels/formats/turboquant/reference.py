@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.channel_block.reference import CodebookFormat
+from qattn_kernels.formats.channel_block.reference import LEAST_GROUP, CodebookFormat
 from qattn_kernels.formats.lloyd_max import LEVELS, UNIT, codebook, midpoints
 from qattn_kernels.formats.scales import to_bits
 
@@ -30,8 +30,8 @@ class TurboQuantFormat(CodebookFormat):
 
     Attributes:
         bits: 2, 3 or 4. Codes number the levels from the lowest.
-        norm_block: channels that share a norm, 0 for all. At most the channels rotated together, which is the largest
-            power of two that divides the head dimension.
+        norm_block: channels that share a norm, 0 for all that are rotated together: the largest power of two that
+            divides the head dimension. At most those, but 32 if fewer are rotated together.
     """
 
     norm_block: int = 32
@@ -40,18 +40,22 @@ class TurboQuantFormat(CodebookFormat):
     unit = UNIT
 
     def group(self, dim: int) -> int:
-        return min(self.norm_block or dim, dim & -dim)
+        rotated = max(dim & -dim, LEAST_GROUP)
+        return min(self.norm_block or rotated, rotated)
 
     def table(self) -> tuple[int, ...]:
         return tuple(codebook(self.bits))
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, x: torch.Tensor, channels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         squares = tree_sum(x * x)
-        deviation = torch.sqrt(squares * (1 / x.shape[-1]))[..., None]
+        deviation = torch.sqrt(squares / (x.shape[-1] if channels is None else channels))[..., None]
         size = sum((x.abs() > middle * deviation).to(torch.uint8) for middle in midpoints(self.bits))
         half = len(LEVELS[self.bits])
         code = torch.where(x < 0, half - 1 - size, half + size)
-        norm = self.integers(code).square().sum(-1)  # integers below 2^24: exact in any order
+        level = self.integers(code)
+        if channels is not None:
+            level = torch.where(torch.arange(x.shape[-1], device=x.device) < channels[:, None], level, 0.0)
+        norm = level.square().sum(-1)  # integers below 2^24: exact in any order
         return code, to_bits(torch.sqrt(squares / norm) / UNIT)
 
 

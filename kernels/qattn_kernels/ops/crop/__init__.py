@@ -1,1 +1,1 @@
-"""Tokens taken back, and the ring in another size."""
+"""Remove tokens from a layer, at its end or at its front, and resize its ring."""

@@ -1,4 +1,4 @@
-"""Take blocks from the front of every row, which a sliding window has left behind."""
+"""Remove the blocks at the front of every row that its sliding window has passed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from qattn_kernels.layout import State, TensorSpec, Window
 
 
 def held_back(window: Window, sliding_window: int) -> int:
-    """Tokens before a row's end that must be there so that it goes on as if all were: those that the next query sees,
-    or that can be open, and a packed block before them, since what a row's first block fixes stays while it has one."""
+    """Tokens at the end of a row that it must keep to compute the same results as with all its tokens.
+
+    The next query sees some of them and open blocks hold some. One packed block before them stays as well: a row keeps
+    what its first block has fixed only while it has a packed block.
+    """
     return max(sliding_window - 1, window.span + window.residual) + window.block
 
 
 def ring_blocks(window: Window, sliding_window: int) -> int:
-    """Capacity, in blocks, of a layer with a sliding window of so many tokens.
+    """Capacity, in blocks, of a layer with a sliding window of `sliding_window` tokens.
 
-    What `held_back` says and a crop within the horizon may take, a call of few tokens, and blocks for some more tokens,
-    so that blocks are moved seldom.
+    It fits the tokens of `held_back`, the tokens that a crop within the horizon may remove, and a short call. Some
+    spare blocks make moves rare.
     """
     tokens = held_back(window, sliding_window) + window.horizon + SHORT_CALL
     blocks = -(-tokens // window.block) + 1
@@ -26,15 +29,17 @@ def ring_blocks(window: Window, sliding_window: int) -> int:
 
 
 def most_left_behind(window: Window, sliding_window: int, tokens: int) -> int:
-    """What the host knows of `left_behind`: the blocks of a row that holds `tokens` tokens, none of them in a short
-    block; at least as many as of any other row."""
+    """Upper bound of `left_behind` that the host can compute: a row of `tokens` tokens without a short block."""
     needed = tokens - held_back(window, sliding_window) - window.horizon
     return max(0, needed) // window.block
 
 
 def left_behind(state: State, window: Window, sliding_window: int) -> torch.Tensor:
-    """int64 `[B]`: the first packed blocks of each row that no later query sees, not even after a crop within the
-    horizon."""
+    """Count the packed blocks at the front of each row that no later query sees, even after a crop within the horizon.
+
+    Returns:
+        int64 `[B]`.
+    """
     needed = state["length"] - held_back(window, sliding_window) - window.horizon
     packed = torch.arange(state["block_len"].shape[1], device=needed.device) < state["closed"][:, None]
     return (packed & (state["block_pos"] + state["block_len"] <= needed[:, None])).sum(1)
@@ -43,12 +48,12 @@ def left_behind(state: State, window: Window, sliding_window: int) -> torch.Tens
 def drop_front(state: State, tensors: dict[str, TensorSpec], count: torch.Tensor) -> None:
     """Remove the first `count` blocks, int64 `[B]`, of every row, in place and without waiting for the device.
 
-    Later blocks move to the front, codes as they are; behind them are zeros, as in a row that was never as long. Row
-    positions stay: `block_pos` says where a row's first block begins.
+    Later blocks move to the front with their codes unchanged, and zeros follow them, as in a row that was never longer.
+    Row positions stay: `block_pos` says where a row's first block begins.
 
     Args:
-        tensors: shape and role of the state tensors (`layer.state.layer_tensors`), of a layer without a sink pool,
-            whose table knows slots.
+        tensors: shape and role of the state tensors (`layer.state.layer_tensors`). The layer must not have a sink
+            pool, whose table stores slots.
     """
     for name, spec in tensors.items():
         if spec.block_dim is None:
@@ -67,6 +72,6 @@ def first_position(state: State) -> torch.Tensor:
 
 
 def beyond_crop(state: State, window: Window, sliding_window: int, drop: int) -> torch.Tensor:
-    """bool `[B]`: whether a row without its last `drop` tokens would need blocks that were taken from its front."""
+    """bool `[B]`: whether a row without its last `drop` tokens would need blocks removed from its front."""
     first, left = first_position(state), (state["length"] - drop).clamp(min=0)
     return (first > 0) & (first > left - held_back(window, sliding_window))

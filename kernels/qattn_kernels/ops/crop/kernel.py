@@ -1,5 +1,7 @@
-"""Tokens taken back from every row, in two launches, with a sink pool in three (`sinks.py`); `reference.py` specifies
-it."""
+"""Remove the last tokens of every row: two launches, and a third with a sink pool (`sinks.py`).
+
+`reference.py` is the specification.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,19 @@ import triton.language as tl
 
 from qattn_kernels.layout import RowState
 
-BLOCKS = tl.constexpr(256)  # of a row that a program looks at together
+BLOCKS = tl.constexpr(256)  # blocks of a row that a program handles at a time
 
 
 @triton.jit
 def _left(BLOCK_POS, BLOCK_LEN, at, inside, length):
-    """Tokens that a row of `length` has in each of its blocks, and where these begin."""
+    """Return how many tokens of a row of `length` each block has, and the row position where the block begins."""
     pos = tl.load(BLOCK_POS + at, mask=inside, other=0)
     return tl.minimum(tl.maximum(length - pos, 0), tl.load(BLOCK_LEN + at, mask=inside, other=0)), pos
 
 
 @triton.jit
 def _unset(TENSOR, b, NUMBERS: tl.constexpr):
-    """Zeros to the `NUMBERS` numbers that a row has in a state tensor."""
+    """Write zeros to the `NUMBERS` values of a row in a state tensor."""
     for first in range(0, NUMBERS, BLOCKS):
         i = first + tl.arange(0, BLOCKS)
         zeros = tl.zeros([BLOCKS], TENSOR.dtype.element_ty)
@@ -31,10 +33,10 @@ def _unset(TENSOR, b, NUMBERS: tl.constexpr):
 def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, FIXED, drop, NB, NUMBERS: tl.constexpr,
                 BY_TOKENS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, RESIDUAL: tl.constexpr,
                 HORIZON: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
-    """Program: a row, its lengths and those of its `NB` blocks without the last `drop` tokens.
+    """Program (row): shortens the row and its `NB` blocks by the last `drop` tokens.
 
-    `FIXED`: the tensors that formats name as `fixed`, None without any: a row has `NUMBERS` numbers of each, and
-    `BY_TOKENS` says which are fixed by tokens. `WINDOWED`: tokens stand open in a ring before their block closes."""
+    `FIXED`: the tensors that formats name as `fixed`, or None. Each row has `NUMBERS` values in one of them, and
+    `BY_TOKENS` says whether tokens fix it. `WINDOWED`: a ring holds tokens until their block closes."""
     b = tl.program_id(0)
     state = RowState(*STATE)
     longest, open_start, closed = tl.load(state.longest + b), tl.load(state.open_start + b), tl.load(state.closed + b)
@@ -74,13 +76,14 @@ def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, FIXED, drop, NB,
 
 @triton.jit(do_not_specialize=["H", "NB"])
 def clear_kernel(STATE, BLOCK_LEN, DROPPED, H, NB, BLOCK: tl.constexpr, BYTES: tl.constexpr):
-    """Program (some blocks, head, row): their mask bits behind the row's end, after `crop_kernel`, are 0 again.
-    `BYTES`: at least those of a block's bits, a power of two."""
+    """Program (`BLOCKS` blocks, head, row), after `crop_kernel`: clears the mask bits past the row's end.
+
+    `BYTES`: a power of two, at least the bytes of a block's mask."""
     h, b = tl.program_id(1), tl.program_id(2)
     state = RowState(*STATE)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     n_open = tl.load(state.length + b) - tl.load(state.open_start + b)
-    behind = block - tl.load(state.closed + b)  # of open blocks 0 and more
+    behind = block - tl.load(state.closed + b)  # 0 for the first open block, negative for packed ones
     closed = tl.load(BLOCK_LEN + b.to(tl.int64) * NB + block, mask=block < NB, other=0)
     left = tl.where(behind >= 0, tl.maximum(tl.minimum(n_open - behind * BLOCK, BLOCK), closed), closed)
     byte = tl.arange(0, BYTES)

@@ -1,4 +1,4 @@
-"""Tokens taken back: by kernels where the layer is computed by them, and by the reference."""
+"""Crop a layer with the kernels, or with the reference if the layer does not use kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def crop(state: State, spec: LayerSpec, drop: int, arena: torch.Tensor, layout: 
     """`reference.crop`, without waiting for the device.
 
     Args:
-        state, spec, drop: as there. arena: uint8, of which `state` is views. layout: `Layout.encode()` of its sizes.
+        state, spec, drop: as in the reference.
+        arena: uint8, the memory that the tensors of `state` are views of.
+        layout: `Layout.encode()` of the arena.
     """
     if spec.impl != "triton":
         return reference.crop(state, spec, drop)
@@ -27,7 +29,7 @@ def crop(state: State, spec: LayerSpec, drop: int, arena: torch.Tensor, layout: 
 
 
 def _launch(state: State, spec: LayerSpec, drop: int) -> tuple[()]:
-    from qattn_kernels.launch.constants import power_of_two  # which loads Triton when it is first used
+    from qattn_kernels.launch.constants import power_of_two  # imported here because it loads Triton
     from qattn_kernels.launch.launches import launch
     from qattn_kernels.ops.crop.kernel import BLOCKS, clear_kernel, crop_kernel
 
@@ -64,7 +66,7 @@ def _launch_sinks(state: State, spec: LayerSpec, rows: RowState) -> None:
 
     table, dropped = Table(*(state[f"sink.{name}"] for name in Table._fields)), state["dropped"]
     batch, heads, blocks, _ = dropped.shape
-    dim = state["k.sink"].numel() // table.pos.numel()  # that of values too, in layers that kernels compute
+    dim = state["k.sink"].numel() // table.pos.numel()  # values have the same dim in layers that kernels compute
     k, v = (Side(values, dim, power_of_two(dim), INTEGER=False) for values in (False, True))  # nothing else is read
     size = PoolSizes(k, v, spec.window.block, table.pos.shape[-1])
     launch(

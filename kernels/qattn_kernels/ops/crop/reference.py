@@ -1,4 +1,4 @@
-"""Take tokens back from the end of every row."""
+"""Remove tokens from the end of every row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits
 
 
 def crop(state: State, spec: LayerSpec, drop: int) -> None:
-    """Remove the last `drop` tokens of every row, in place; the caller has checked that no padding is among them.
+    """Remove the last `drop` tokens of every row, in place. The caller has checked that none of them is padding.
 
-    Within the horizon of the longest length a row had, blocks that lost tokens are reopened: the ring still holds
-    them, and the row is as if it had never seen what was taken. Farther back survivors keep their codes, dead slots
-    are masked by `block_len`, and the next token opens a new block. Formats that write each token in its final form
-    can always reopen.
+    A crop within the horizon of a row's longest length reopens the blocks that lose tokens. The ring still holds their
+    tokens, so the row equals one that never saw the removed tokens. After a larger crop the remaining tokens keep their
+    codes, `block_len` masks the empty slots, and the next token opens a new block. Formats that write each token in its
+    final form can always reopen a block.
     """
     window = spec.window
     length = (state["length"] - drop).clamp(min=0)
@@ -28,7 +28,7 @@ def crop(state: State, spec: LayerSpec, drop: int) -> None:
     )
     if not (spec.k.windowed or spec.v.windowed):
         near = torch.ones_like(near)
-    cut = ~near & (length < state["open_start"])  # far, and packed tokens go: the last block may become a short one
+    cut = ~near & (length < state["open_start"])  # a far crop of packed tokens: the last block may become short
 
     blocks = torch.arange(state["block_len"].shape[1], device=length.device)
     left = (length[:, None] - state["block_pos"]).clamp(min=0).minimum(state["block_len"])
@@ -52,7 +52,7 @@ def crop(state: State, spec: LayerSpec, drop: int) -> None:
 
 
 def _clear_dropped(state: State, block: int) -> None:
-    """Bits of slots past the row's end go back to 0, so that appends only ever set them."""
+    """Clear the bits of slots past the row's end, so that an append only has to set bits."""
     flags = bits_to_bool(state["dropped"])
     offset = torch.arange(block, device=flags.device)
     index = torch.arange(flags.shape[2], device=flags.device)

@@ -1,4 +1,4 @@
-"""The ring of open tokens in another size."""
+"""Resize the ring of open tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from qattn_kernels.reference.rows import pick
 
 
 def resized_ring(state: State, old: LayerSpec, new: LayerSpec) -> State:
-    """The rings of `state`, and what its sink pool keeps for roll-backs, for `new`, whose window is larger: every token
-    they hold keeps its row position. `state` stays as it is; the result has the tensors that change."""
+    """Return the rings of `state`, and what its sink pool keeps for crops, in the sizes of `new`, a larger window.
+
+    Every token keeps its row position. `state` stays as it is; the result has the tensors that change.
+    """
     before, after = old.window.ring, new.window.ring
     last = state["length"][:, None] - 1
     pos = last - (last - torch.arange(after, device=last.device)) % after

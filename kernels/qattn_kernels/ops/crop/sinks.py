@@ -1,5 +1,4 @@
-"""The sinks of every row after tokens were taken back, in one launch; `ops/sink_pool/table.py` (`roll_back`) specifies
-it."""
+"""Update the sinks of every row after a crop, in one launch. `roll_back` in `ops/sink_pool/table.py` specifies it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from qattn_kernels.ops.sink_pool.kernel import fill, load_table, store_table
 
 
 class PoolSizes(NamedTuple):
-    """What the kernel is compiled for, by the names that `launch.constants.Sizes` has for it."""
+    """Constants of the kernel. The names are those in `launch.constants.Sizes`."""
 
     K: Side
     V: Side
@@ -26,7 +25,9 @@ class PoolSizes(NamedTuple):
 
 @triton.jit
 def _put_bits(flags, slot, clear, put):
-    """Bits of `dropped`: 0 where `clear` holds, then 1 where `put` does; entries may share a word, but no slot."""
+    """Clear the bits of `dropped` where `clear` holds, then set them where `put` holds.
+
+    Entries may share a word, but not a slot."""
     words, bits = flags.to(tl.pointer_type(tl.int32)) + slot // 32, tl.full(slot.shape, 1, tl.int32) << (slot % 32)
     tl.atomic_and(words, ~bits, mask=clear & (put == 0))
     tl.atomic_or(words, bits, mask=put)
@@ -34,11 +35,11 @@ def _put_bits(flags, slot, clear, put):
 
 @triton.jit(do_not_specialize=["NB"])
 def sinks_kernel(STATE, TABLE, K_SINKS, V_SINKS, DROPPED, NB, C: tl.constexpr):
-    """Program (head, row), after `crop_kernel` and `clear_kernel`: what reopened blocks did to the table is undone, and
-    sinks that are no more go.
+    """Program (head, row), after `crop_kernel` and `clear_kernel`: removes the sinks of removed tokens and undoes the
+    changes that reopened blocks made to the table.
 
-    Of a row that lost packed tokens beyond the horizon, survivors stay as they are. There alone a crop leaves no token
-    between `longest` and the row's length.
+    A row that lost packed tokens beyond the horizon keeps its remaining sinks unchanged. The kernel recognizes such a
+    row by `longest`, which equals its length only after a crop of this kind.
     """
     h, b = tl.program_id(0), tl.program_id(1)
     bh, state = b * tl.num_programs(0) + h, RowState(*STATE)

@@ -68,7 +68,7 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     programs = max(1, min(programs, chip.shared // ((stages - 1) * tile + OWN_SHARED)))
     # without the limit the compiler may choose 168 registers: 5 % slower at 32k on an H200 than the 226 chosen with it
     most = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
-    tuned = tuned_for(chip.name).decode
+    tuned = tuned_for(chip).decode
     shares = plan(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned)
     return Launch(shares, warps, stages, most)
 

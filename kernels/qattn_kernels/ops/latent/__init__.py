@@ -1,1 +1,4 @@
-"""Latent attention (MLA): one latent of a token is its value and, with the RoPE part, its key, for all query heads."""
+"""Latent attention (MLA): all query heads share one latent per token, which is its value and most of its key.
+
+The RoPE part completes the key.
+"""

@@ -1,17 +1,19 @@
-"""Latent attention (MLA) in Triton: a decode over packed blocks and the ring, split-KV as in `ops/decode/kernel.py`,
-and a prefill over unpacked keys and values; `reference.py` of `ops/decode` and of `ops/prefill` are the specification.
+"""Latent attention (MLA) in Triton.
 
-All query heads share the one latent of a token, which is in both products, so a program dequantizes a tile of latents
-once, for up to 64 queries. Codes are exact in 16 bits and enter the products as they are: the scale of a token goes
-into its score and, as a share of the largest so far, into its weight. In a model of 16 bits what has no codes is
-multiplied in its dtype; in a model of fp32 queries and tokens are divided by their largest number and multiplied in
-fp16, since tiles of fp32 do not fit shared memory.
+The decode reads packed blocks and the ring, split-KV as in `ops/decode/kernel.py`. The prefill reads unpacked keys and
+values. The specifications are the `reference.py` of `ops/decode` and of `ops/prefill`.
 
-Queries are rows, other than in `ops/decode/kernel.py`: tiles of tokens are then the second operand of both products,
-which Hopper's tensor cores read from shared memory, where one copy serves both. Queries are loaded a second time, as
-they are: what was computed would stand in registers all along, and half of these hold the sums.
+All query heads share a token's latent, and both products use it. A program therefore dequantizes a tile of latents once
+for up to 64 queries. Codes are exact in 16 bits and enter the products unscaled. A token's scale multiplies its score
+and, relative to the largest scale so far, its weight. Operands without codes are multiplied in a 16-bit model's dtype.
+In an fp32 model they are divided by their largest magnitude and multiplied in fp16, because fp32 tiles do not fit
+shared memory.
 
-Scores are in log2 units. `V` are the latents and `K` the RoPE parts, `C` is a `Sizes`.
+Queries are rows here, unlike in `ops/decode/kernel.py`. Tiles of tokens are then the second operand of both products,
+so Hopper's tensor cores can read one shared-memory copy for both. Queries are loaded twice: the sums fill half of the
+registers, and keeping the fp32 values of the first load would need the rest.
+
+Scores are in log2 units. `V` are the latents, `K` the RoPE parts, and `C` is a `Sizes`.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from qattn_kernels.ops.decode.queries import QuerySource
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials
 
-TILE = tl.constexpr(64)  # slots of the unpacked keys and values at a time
+TILE = tl.constexpr(64)  # slots of unpacked keys and values that a program reads at a time
 
 
 class Forms(NamedTuple):
-    """What kernels are compiled for beside their sizes.
+    """Constants of the kernels in addition to `Sizes`.
 
     Attributes:
         K_CODES, V_CODES: whether RoPE parts and latents have codes.
@@ -57,12 +59,12 @@ class Forms(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of a program, as the products take their two parts.
+    """The queries of a program, as operands of the products.
 
     Attributes:
-        latent, rope: `[Q, DP]` as the model made them; fp32 ones in fp16, divided by `top`.
-        scale: of their products with keys.
-        top: fp32 `[Q]`, the largest number of each.
+        latent, rope: `[Q, DP]`, the two parts in the model's dtype. fp32 queries are divided by `top` and in fp16.
+        scale: multiplies the products with keys.
+        top: fp32 `[Q]`, the largest magnitude in each query.
     """
 
     latent: Any
@@ -72,8 +74,12 @@ class Queries(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some stored tokens, as the products take them: latents and RoPE parts `[TOKENS, DP]`, and fp32 `[TOKENS]` the
-    scales of those that were divided by some."""
+    """Stored tokens, as operands of the products.
+
+    Attributes:
+        latent, rope: `[TOKENS, DP]`.
+        latent_scale, rope_scale: fp32 `[TOKENS]`, used where the operand was divided by a scale.
+    """
 
     latent: Any
     latent_scale: Any
@@ -85,9 +91,9 @@ class Running(NamedTuple):
     """Running state of an online softmax.
 
     Attributes:
-        m, l: fp32 `[Q]`, the largest score and the sum of the weights against it.
+        m, l: fp32 `[Q]`, the largest score and the sum of the weights relative to it.
         acc: fp32 `[Q, DP]`, the sum of weighted latents, in units of `unit`.
-        unit: the largest scale of a latent so far; 1 where they have none.
+        unit: the largest scale of a latent so far; 1 if latents have no scale.
     """
 
     m: Any
@@ -98,10 +104,10 @@ class Running(NamedTuple):
 
 @triton.jit
 def _operand(x, top, C: tl.constexpr):
-    """One part of the queries as its product takes it."""
+    """Convert one part of the queries to an operand of its product."""
     if x.dtype == tl.float32:
         return (x / top[:, None]).to(tl.float16)
-    elif C.PLAIN:  # the interpreter knows no products of bf16
+    elif C.PLAIN:  # the interpreter cannot multiply bf16 matrices
         return x.to(tl.float32)
     else:
         return x
@@ -109,8 +115,9 @@ def _operand(x, top, C: tl.constexpr):
 
 @triton.jit
 def _load_queries(source, b, n, row, real, scale, C: tl.constexpr):
-    """Queries `n` of a row as `Queries`, and which of them are not finite: those stand as zeros. A query has its latent
-    part first. `real`: which of them are queries."""
+    """Load queries `n` of a row as `Queries`, and return which of them are not finite; zeros replace these.
+
+    A query begins with its latent part. `real`: which of `n` exist."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     d, r = tl.arange(0, V_SIDE.DP), tl.arange(0, K_SIDE.DP)
@@ -131,7 +138,7 @@ def _load_queries(source, b, n, row, real, scale, C: tl.constexpr):
 
 @triton.jit
 def _tokens(x, scale, query, CODES: tl.constexpr, F: tl.constexpr):
-    """One part of some tokens as its product with `query` takes it, and their scales."""
+    """Convert one part of some tokens to an operand of the product with `query`, and return it with its scales."""
     if F.WIDE and not CODES:
         top = tl.max(tl.abs(x), 1) + TINY
         return (x / top[:, None]).to(query.dtype), top
@@ -141,7 +148,7 @@ def _tokens(x, scale, query, CODES: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _tile(latent, latent_scale, rope, rope_scale, queries, F: tl.constexpr):
-    """The `Tile` of some tokens."""
+    """Make a `Tile` of dequantized or loaded tokens."""
     latent, latent_scale = _tokens(latent, latent_scale, queries.latent, F.V_CODES, F)
     rope, rope_scale = _tokens(rope, rope_scale, queries.rope, F.K_CODES, F)
     return Tile(latent, latent_scale, rope, rope_scale)
@@ -149,7 +156,7 @@ def _tile(latent, latent_scale, rope, rope_scale, queries, F: tl.constexpr):
 
 @triton.jit
 def _nothing(F: tl.constexpr, C: tl.constexpr):
-    """`Running` before the first tile."""
+    """Return the `Running` state before the first tile."""
     V_SIDE: tl.constexpr = C.V
     acc, unit = tl.full([C.Q, V_SIDE.DP], 0.0, tl.float32), TINY if F.V_CODES or F.WIDE else 1.0
     m, l = tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0.0, tl.float32)
@@ -158,7 +165,7 @@ def _nothing(F: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _part_scores(query, x, x_scale, queries, CODES: tl.constexpr, F: tl.constexpr):
-    """Products of one part of the queries with the same of a tile."""
+    """Multiply one part of the queries with the same part of a tile."""
     s = tl.dot(query, tl.trans(x))
     if F.WIDE:
         s = s * queries.top[:, None]
@@ -167,7 +174,7 @@ def _part_scores(query, x, x_scale, queries, CODES: tl.constexpr, F: tl.constexp
 
 @triton.jit
 def _scores(tile, queries, scoring, F: tl.constexpr, C: tl.constexpr):
-    """Scores `[Q, TOKENS]` of a tile: of the latents and of the RoPE parts, each with its own scales."""
+    """Return the scores `[Q, TOKENS]` of a tile. Latents and RoPE parts have separate scales."""
     s = _part_scores(queries.latent, tile.latent, tile.latent_scale, queries, F.V_CODES, F)
     s += _part_scores(queries.rope, tile.rope, tile.rope_scale, queries, F.K_CODES, F)
     return soft_cap(s, scoring.softcap) if C.SOFTCAP else s
@@ -175,8 +182,10 @@ def _scores(tile, queries, scoring, F: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _take(s, tile, sums, scoring, F: tl.constexpr, C: tl.constexpr):
-    """A tile with its masked scores into the sums. Weights are against the running maximum, so that the product adds to
-    the accumulator where it stands: a second one would not fit the registers."""
+    """Add a tile with masked scores `s` to the sums.
+
+    Weights are relative to the running maximum, so the product can accumulate in place. A second accumulator would not
+    fit the registers."""
     m = tl.maximum(sums.m, tl.max(s, 1))
     p, alpha, unit = exponentials(s - m[:, None], scoring.sas_threshold, C), tl.exp2(sums.m - m), sums.unit
     l = sums.l * alpha + tl.sum(p, 1)
@@ -190,7 +199,7 @@ def _take(s, tile, sums, scoring, F: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _ring_part(K, V, program, part, sums, F: tl.constexpr, C: tl.constexpr):
-    """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots."""
+    """Attend to one of the `C.RING_PARTS` parts of the ring, in the order of its slots."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
@@ -210,7 +219,7 @@ def _ring_part(K, V, program, part, sums, F: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.constexpr, STAGES: tl.constexpr,
                  F: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Attention over packed blocks, each dequantized as far as its scales allow."""
+    """Attend to packed blocks. Scales that the scores and weights can take are left out of the dequantization."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     b, queries, scoring = program.b, program.query, program.scoring
@@ -231,8 +240,10 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
 def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, scoring, few, many, long, least,
                          STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
                          C: tl.constexpr):  # fmt: skip
-    """Program (row, queries, split): a part of the context for up to `Q` queries, those of all heads one token behind
-    the other. Splits and arguments as of `ops.decode.kernel.decode_kernel`, of one KV head. `F`: the `Forms`."""
+    """Program (row, queries, split): attends to one split of the context for `Q` queries.
+
+    Queries are in the order of tokens, then heads. Splits and arguments are as in
+    `ops.decode.kernel.decode_kernel` with one KV head. `F`: the `Forms`."""
     b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
@@ -260,7 +271,7 @@ def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, 
 
 @triton.jit
 def _unpacked_side(x, scale, b, i, N, CODES: tl.constexpr, SIDE: tl.constexpr):
-    """Slots `i` of unpacked keys or values: `[TILE, DP]`, and scales of those with codes."""
+    """Load slots `i` of unpacked keys or values, `[TILE, DP]`, and their scales; zeros without codes."""
     d, base = tl.arange(0, SIDE.DP), b.to(tl.int64) * N
     if CODES and SIDE.VALUES:
         at = base * SIDE.D + d[None, :] * N + i[:, None]
@@ -275,8 +286,9 @@ def _unpacked_side(x, scale, b, i, N, CODES: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: tl.constexpr, C: tl.constexpr):
-    """Normalise and write the outputs of queries `n`, and their log-sum-exp: zeros for columns without a query, and for
-    queries that see nothing; NaN outputs of queries that are not finite."""
+    """Normalise and write the outputs and log-sum-exps of queries `n`.
+
+    Columns without a query and queries that see no token get zeros. Queries that are not finite get NaN outputs."""
     V_SIDE: tl.constexpr = C.V
     d, t, head = tl.arange(0, V_SIDE.DP), n // C.G, n % C.G
     top, total, acc = sums.m, tl.where(sums.m > NOTHING, sums.l, 0.0), sums.acc
@@ -299,15 +311,16 @@ def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: t
 @triton.jit(do_not_specialize=["T"])
 def latent_prefill_kernel(QUERIES, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scoring, SINK_LOGITS: tl.constexpr,
                           STAGES: tl.constexpr, F: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (queries, row) of a long call: `Q` queries, those of all heads one token behind the other, over `N` slots
-    of unpacked keys and values; programs with most to read start first. `OUT` `[B, T, G, DV]`, `LSE` fp32
-    `[B, G, T]`."""
+    """Program (queries, row) of a long call: `Q` queries attend to `N` slots of unpacked keys and values.
+
+    Queries are in the order of tokens, then heads. Programs with the most slots to read start first. `OUT`:
+    `[B, T, G, DV]`; `LSE`: fp32 `[B, G, T]`."""
     tile, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     row, scores, unpacked = load_row(ROWS, b), Scoring(*scoring), UnpackedTensors(*UNPACKED)
     n = tile * C.Q + tl.arange(0, C.Q)
-    columns = T - row.first  # those of its tokens, then those of the padding after them
+    columns = T - row.first  # the row's tokens, then padding
     real = n // C.G < columns
     queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
     q_pos = tl.where(real, row.length + n // C.G, -1)

@@ -1,4 +1,4 @@
-"""Launches of latent attention: short calls over what is stored, long ones over unpacked keys and values."""
+"""Launch latent attention: a short call reads the stored blocks, a long one reads unpacked keys and values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ MERGE_WARPS = 4
 
 
 class Config(NamedTuple):
-    """How a kernel is launched: warps of a program, its loads in flight, and how many programs a multiprocessor runs at
-    once."""
+    """How to launch a kernel.
+
+    Attributes:
+        warps: of a program.
+        stages: loads in flight.
+        programs: that a multiprocessor runs at once.
+    """
 
     warps: int
     stages: int
@@ -30,8 +35,10 @@ class Config(NamedTuple):
 
 
 def _config(size: Sizes, forms: Forms) -> Config:
-    """By the registers that the sums take, and the shared memory that queries and a tile of latents do. A tile of fp32
-    fills half of Hopper's before it is divided, so no second one is in flight."""
+    """Choose a configuration by the registers of the sums and the shared memory of queries and latents.
+
+    An fp32 tile fills half of Hopper's shared memory before it is divided, so only one is in flight.
+    """
     wide = forms.WIDE and not forms.V_CODES
     return Config(8 if size.Q * size.V.DP >= 64 * 128 else 4, 1 if wide else 2, 1 if size.V.DP > 256 else 2)
 
@@ -41,13 +48,13 @@ def _forms(call: Call) -> Forms:
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a short call after its append; commits the rows' lengths. Results as of `ops.decode.launch`."""
+    """Attend in a short call, after its append, and commit the rows' lengths. Results are as in `ops.decode.launch`."""
     size, spec, batch, tokens = call.sizes, call.spec, call.batch, call.tokens
     forms, rows, chip = _forms(call), tokens * size.G, chip_of(call.key.device)
     config = _config(size, forms)
     tiles = -(-rows // size.Q)
     places = chip.multiprocessors * config.programs
-    shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
+    shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip).decode)
     results = results_of(call, shares)
     launch(
         latent_decode_kernel, (batch, tiles, results[0].shape[1]),
@@ -59,11 +66,11 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a long call over its unpacked keys and values.
+    """Attend in a long call over its unpacked keys and values.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
-        for padding before a row's first token; a query that sees nothing has zeros and -inf.
+        Output `[B, Hq, T, Dv]` in the query's dtype, stored as `[B, T, Hq, Dv]`, and fp32 log-sum-exp `[B, Hq, T]`.
+        Padding before a row's first token gets zeros in both. A query that sees no token gets zeros and -inf.
     """
     most, query, sinks = max(LATENT_COLUMNS), call.query, call.scores.sinks
     size = call.sizes._replace(Q=most, N=most)

@@ -1,1 +1,1 @@
-"""Rows of a layer in another order, in place, as beam search wants them."""
+"""Reorder the rows of a layer in place, for beam search."""

@@ -1,4 +1,4 @@
-"""The launch that brings a layer's rows into another order."""
+"""Launch the kernel that reorders a layer's rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from qattn_kernels.launch.plan import planned
 from qattn_kernels.layer.arena import decode_layout, places
 from qattn_kernels.ops.reorder.kernel import CHUNK, WORD, reorder_kernel
 
-NUMBERS = 2048  # that a program holds at a time
+NUMBERS = 2048  # values that a program holds at a time
 
 
 def reorder(arena: torch.Tensor, layout: str, blocks: int, rows: torch.Tensor) -> None:
     """Row i of a layer becomes its old row `rows[i]`, in place.
 
     Args:
-        arena: uint8, all state of the layer. layout, blocks: as of `step.operator.attend`.
-        rows: int `[B]`, on the arena's device; where one is no number of a row, its row stays.
+        arena: uint8, all state of the layer.
+        layout, blocks: as for `step.operator.attend`.
+        rows: int `[B]`, on the arena's device. A row with an invalid number stays as it is.
     """
     batch, rows = rows.shape[0], rows.contiguous()
     chunks = chunks_of(layout, batch, blocks, arena.device)
@@ -40,7 +41,7 @@ def _launch(arena: torch.Tensor, rows: torch.Tensor, chunks: torch.Tensor) -> tu
 
 @lru_cache(maxsize=16)
 def chunks_of(layout: str, batch: int, blocks: int, device: torch.device) -> torch.Tensor:
-    """What each program moves, int64 `[n, 3]` (see `reorder_kernel`)."""
+    """Return the chunk that each program moves, int64 `[n, 3]` (see `reorder_kernel`)."""
     found = []
     for begin, tensor in places(decode_layout(layout, batch, blocks))[0].values():
         if tensor.batch_dim is not None:

@@ -1,4 +1,4 @@
-"""Rows in another order, tensor by tensor: the specification of `kernel.py`."""
+"""Reorder rows tensor by tensor: the specification of `kernel.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-Tensors = Collection[tuple[torch.Tensor, int | None]]  # each with its dimension of rows, None: all rows share it
+Tensors = Collection[tuple[torch.Tensor, int | None]]  # each with its dimension of rows; None if all rows share it
 
 
 def reorder(tensors: Tensors, rows: torch.Tensor, room: torch.Tensor) -> None:
@@ -14,7 +14,7 @@ def reorder(tensors: Tensors, rows: torch.Tensor, room: torch.Tensor) -> None:
 
     Args:
         rows: int `[B]`, valid row numbers.
-        room: uint8 of at least `largest_bytes(tensors)` to work in.
+        room: uint8 scratch memory of at least `largest_bytes(tensors)`.
     """
     for tensor, dim in tensors:
         if dim is not None and tensor.numel():
@@ -23,5 +23,5 @@ def reorder(tensors: Tensors, rows: torch.Tensor, room: torch.Tensor) -> None:
 
 
 def largest_bytes(tensors: Tensors) -> int:
-    """Bytes of the largest of some tensors; 0 of none."""
+    """Bytes of the largest tensor; 0 without tensors."""
     return max((tensor.nbytes for tensor, _ in tensors), default=0)

@@ -1,1 +1,1 @@
-"""Packed blocks of a layer in fewer bits."""
+"""Repack the blocks of a layer with fewer bits."""

@@ -1,4 +1,4 @@
-"""A layer's state with fewer bits in its first blocks."""
+"""Repack the first blocks of a layer with fewer bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qattn_kernels.reference.rows import bits_to_bool
 
 
 def in_pool(state: State, like: torch.Tensor) -> torch.Tensor:
-    """bool `[B, Hkv, blocks, block]`, as `like`: tokens that the sink pool keeps out of their blocks."""
+    """bool `[B, Hkv, blocks, block]`, shaped as `like`: tokens that the sink pool keeps out of their blocks."""
     table = side_of(state, "sink")
     inside = (table["born"] > 0) & (table["written"] == 0)
     found = at_slots(inside, table["slot"], state["dropped"].shape[2:].numel() * 8)
@@ -21,12 +21,12 @@ def in_pool(state: State, like: torch.Tensor) -> torch.Tensor:
 
 
 def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: dict[str, TensorSpec]) -> None:
-    """Copy a layer to one with other numbers of blocks and with fewer bits of their codes.
+    """Copy a layer to one with another block capacity and fewer bits per code.
 
     Args:
-        state, old: the state tensors of the layer and its spec.
-        out, new: those of the other one, whose formats have other bits (`AgedBlocks.with_bits`); it has room for all
-            closed blocks.
+        state, old: the layer's state tensors and its spec.
+        out, new: state tensors and spec of the copy. Its formats have other bits (`AgedBlocks.with_bits`), and it has
+            room for all closed blocks.
         tensors: shapes and roles of `out`.
     """
     for name, tensor in tensors.items():
@@ -38,6 +38,6 @@ def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: di
     keep = there & ~bits_to_bool(dropped)
     for side in "kv":
         fmt, wanted = may_age(getattr(old, side)), may_age(getattr(new, side))
-        if side == "v" and old.sink_pool.num:  # values of sinks take part in their block, as when it closed
+        if side == "v" and old.sink_pool.num:  # a block closed with the values of its sinks included
             keep = keep | in_pool(state, keep)
         fmt.recode(side_of(state, side), wanted, side_of(out, side), keep, length[:, 0, :, 0] > 0)

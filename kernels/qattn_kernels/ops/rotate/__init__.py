@@ -1,1 +1,1 @@
-"""Random rotation of head dims: `reference.py` specifies, `kernel.py` computes, `launch.py` launches."""
+"""Random rotation of head dims: specified in `reference.py`, computed in `kernel.py`."""

@@ -1,4 +1,7 @@
-"""The rotation in Triton, bit for bit `ops/rotate/reference.py`: of whole tensors, or of what a short call loads."""
+"""The rotation in Triton, for whole tensors or inside the kernels of a short call.
+
+Its results equal `reference.py` bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ def _turn(X, OUT, x_strides, out_strides, SIGNS, FACTORS, group, rows, heads, to
 def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, FACTORS, groups, rows, heads, tokens, unit,
                   COUNT: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
                   ROWS: tl.constexpr):  # fmt: skip
-    """Program (tile, tensor): `ROWS` blocks of `SIZE` channels, of `DIM // SIZE` in each token of each head.
+    """Program (tile, tensor): rotates `ROWS` blocks of `SIZE` channels. Each token of a head has `DIM // SIZE` blocks.
 
-    `X`, `OUT` `COUNT` tensors each, their strides three to a tensor; `rows` and `heads` of each; `unit` makes the
-    transform orthonormal. `BACK`: the inverse. `FACTORS` of each: fp32 `[heads / group, DIM]`, with which channels are
-    multiplied before, or None.
+    `X`, `OUT`: `COUNT` tensors each, with three strides per tensor. `rows`, `heads`, `groups`: one number per tensor.
+    `unit` makes the transform orthonormal. `BACK`: compute the inverse. `FACTORS`: for each tensor, fp32
+    `[heads / group, DIM]` that multiply the channels before the rotation, or None.
     """
     for i in tl.static_range(COUNT):
         if tl.program_id(1) == i:
@@ -54,8 +57,9 @@ def _places(strides, b, head, t):
 
 @triton.jit
 def rotate_queries(QUERIES, b, h, T, C: tl.constexpr):
-    """The queries of `T` tokens of a KV head, rotated as its keys are in a short call. `QUERIES`: where they lie, where
-    they go, the strides of both, and of equalized keys the factors of queries."""
+    """Rotate the queries of `T` tokens of a KV head for a short call.
+
+    `QUERIES`: input, output, the strides of both and, with equalized keys, the factors of the queries."""
     SIDE: tl.constexpr = C.K
     R: tl.constexpr = SIDE.ROTATION
     d = tl.arange(0, SIDE.DP)

@@ -1,4 +1,4 @@
-"""The rotation: a launch of its own before a long call, inside the kernels of a short one."""
+"""Rotate tensors in a separate launch for a long call, or inside the kernels of a short call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from qattn_kernels.layer.spec import Compute
 from qattn_kernels.ops.rotate.kernel import rotate_kernel
 from qattn_kernels.ops.rotate.reference import signs
 
-NUMBERS = 2048  # of one program
+NUMBERS = 2048  # values that one program rotates
 
 
 @lru_cache(maxsize=64)
 def rotation_of(dim: int) -> Rotation:
-    """The rotation of so many channels."""
+    """Return the rotation of `dim` channels."""
     size = dim & -dim
     bits = sum(1 << d for d, sign in enumerate(signs(dim, torch.device("cpu")).tolist()) if sign < 0)
     return Rotation(bits, size, size.bit_length() - 1, 1 / math.sqrt(size))
@@ -28,8 +28,12 @@ def rotation_of(dim: int) -> Rotation:
 def rotate(
     tensors: list[torch.Tensor], factors: list[torch.Tensor | None] | None = None, back: bool = False
 ) -> list[torch.Tensor]:
-    """Each `[B, H, T, D]`, of one B, T and D, rotated or turned back in its own dtype and order of memory, in one
-    launch. `factors`: fp32 `[Hkv, D]` or None for each, as `ops.rotate.reference.rotate` takes them."""
+    """Rotate tensors `[B, H, T, D]` in one launch. B, T and D are the same for all; dtypes and memory orders stay.
+
+    Args:
+        factors: for each tensor fp32 `[Hkv, D]` or None, as for `ops.rotate.reference.rotate`.
+        back: whether to compute the inverse.
+    """
     if not tensors:
         return []
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
@@ -50,13 +54,16 @@ def rotate(
 
 
 def rotated_back(out: torch.Tensor, compute: Compute) -> torch.Tensor:
-    """The output of a long call: turned back where its values were rotated."""
+    """Return the output of a long call, rotated back if its values were rotated."""
     return out if compute.rotate_v == "none" else rotate([out], back=True)[0]
 
 
 def inside(call: Call) -> Call:
-    """A short call whose kernels rotate what they load, in place of `rotate` before and after: new keys and values
-    wherever they are read, queries in the append, the output in the merge."""
+    """Return a short call whose kernels do the rotation, without separate launches of `rotate`.
+
+    Kernels rotate new keys and values when they load them, the append rotates the queries, and the merge rotates the
+    output back.
+    """
     compute, size = call.spec.compute, call.sizes
     k = rotation_of(size.K.D) if compute.rotate == "hadamard" else None
     v = rotation_of(size.V.D) if compute.rotate_v == "hadamard" else None

@@ -1,9 +1,11 @@
 """A random rotation of head dims in plain PyTorch: the specification.
 
-Signs, then a Walsh-Hadamard transform. Queries and keys rotated alike keep their products, values are rotated back in
-the output; a channel that stands out is spread over all, so that one scale fits a token better. Where keys are
-equalized each channel is multiplied by a constant before, and that of queries by its inverse: the rotation then spreads
-channels by what they weigh in products, not by the size of keys alone.
+Channels get random signs, then a Walsh-Hadamard transform. It spreads an outlier channel over all channels, so that one
+scale fits a token better. Queries and keys rotate alike, which keeps their products; the output is rotated back if
+values were rotated.
+
+Equalized keys multiply each key channel by a constant before the rotation and each query channel by its inverse. The
+rotation then spreads channels by their weight in the products, not only by the size of the keys.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ from qattn_kernels.layout import State
 
 Rotate = Callable[[list[torch.Tensor], list[torch.Tensor | None]], Iterable[torch.Tensor]]
 
-SEED = 0  # of the signs: a cache is read with those it was written with
+SEED = 0  # of the signs; fixed, because a cache must be read with the signs that it was written with
 
 
 @lru_cache(maxsize=64)
 def signs(dim: int, device: torch.device) -> torch.Tensor:
     """fp32 `[dim]` of 1 and -1."""
     ones = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(SEED), device="cpu") * 2 - 1
-    with torch.inference_mode(False):  # they outlive the call that asked first
+    with torch.inference_mode(False):  # the cache outlives the first call
         return ones.float().to(device)
 
 
 def transform(x: torch.Tensor) -> torch.Tensor:
-    """Walsh-Hadamard transform of fp32 `[..., D]`, orthonormal, over the largest power of two that divides D, in as
-    many blocks as that takes.
+    """Orthonormal Walsh-Hadamard transform of fp32 `[..., D]`, in blocks of the largest power of two that divides D.
 
-    Butterflies of neighbours, sums to the front and differences behind them, so that all stages are one. Each number is
-    a tree of sums that nothing else shapes: a token does not depend on its call, and every implementation agrees.
+    A stage adds and subtracts neighbours, and writes sums to the front half and differences to the back half. All
+    stages are therefore alike. The order of additions is fixed: a token's result does not depend on its call, and
+    every implementation agrees.
     """
     size = x.shape[-1] & -x.shape[-1]
     blocks = x.unflatten(-1, (-1, size))
@@ -46,11 +48,11 @@ def transform(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """`[..., D]` rotated, computed in fp32, in its own dtype.
+    """Rotate `[..., D]` in fp32. The result has the input's dtype.
 
     Args:
-        factors: fp32 `[Hkv, D]`, by which channels of `[B, H, T, D]` are multiplied before, those of `H / Hkv` heads
-            in order alike.
+        factors: fp32 `[Hkv, D]`, for `x` `[B, H, T, D]`: multiply the channels before the rotation. Each group of
+            `H / Hkv` heads shares its factors.
     """
     first = signs(x.shape[-1], x.device)
     if factors is not None:
@@ -59,18 +61,18 @@ def rotate(x: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor
 
 
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
-    """The inverse."""
+    """Invert `rotate`."""
     return (transform(x.float()) * signs(x.shape[-1], x.device)).to(x.dtype)
 
 
 def rotated(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, state: State, rotate: Rotate
 ) -> Iterator[torch.Tensor]:
-    """Query, key and value as the layer multiplies and stores them.
+    """Return query, key and value as the layer multiplies and stores them.
 
     Args:
-        state: the layer's, which has the constants of equalized keys. rotate: `rotate` of each; it is called once,
-            with all that rotate.
+        state: the layer's state, which has the constants of equalized keys.
+        rotate: rotates a list of tensors. It is called once, for all tensors that need a rotation.
     """
     of_keys, of_queries = state["k.equalizer"] if compute.equalize else (None, None)
     sides = [(query, compute.rotate, of_queries), (key, compute.rotate, of_keys), (value, compute.rotate_v, None)]
@@ -80,7 +82,7 @@ def rotated(
 def stored(
     key: torch.Tensor, value: torch.Tensor, compute: Compute, state: State, rotate: Rotate
 ) -> Iterator[torch.Tensor]:
-    """Key and value of `rotated`."""
+    """Return only the key and value of `rotated`."""
     of_keys = state["k.equalizer"][0] if compute.equalize else None
     return _rotated([(key, compute.rotate, of_keys), (value, compute.rotate_v, None)], rotate)
 

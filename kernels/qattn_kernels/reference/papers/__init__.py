@@ -1,12 +1,12 @@
-"""Attention as each paper writes it, a file a paper, to be read beside it.
+"""Attention as each paper writes it, one file per paper, to read along with the paper.
 
-Loops over blocks of queries and tiles of keys, in the paper's symbols, for one KV head of one row and the `G` query
-heads that share it. `reference/attention.py` computes the same for all heads and tiles at once and is what kernels are
-compared with; `tests/kernels/test_papers_attention.py` asks that the two agree bit for bit. "Departures" in a docstring
-are where the project leaves the paper, and why; the code does as the project does.
+The code loops over blocks of queries and tiles of keys in the paper's symbols, for one KV head of one row and the `G`
+query heads that share it. `reference/attention.py` computes the same for all heads and tiles at once, and tests compare
+kernels with it. `tests/kernels/test_papers_attention.py` checks that both agree bit for bit. "Departures" in a
+docstring lists where and why the project differs from the paper; the code follows the project.
 
-Left out, and to be read there: padding and masked tokens, sliding windows, soft caps, learned sinks, sparse V, and the
-zeros that have no scale.
+Only `reference/attention.py` handles padding and masked tokens, sliding windows, soft caps, learned sinks, sparse V,
+and zeros without a scale.
 
 | paper | meaning | in `reference/attention.py` |
 | --- | --- | --- |

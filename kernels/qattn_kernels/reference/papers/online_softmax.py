@@ -54,7 +54,7 @@ def merge(tiles: list[Tile]) -> Result:
 
 
 def join(blocks: list[Result]) -> Result:
-    """The results of all blocks of queries, one behind the other."""
+    """Concatenate the results of all blocks of queries."""
     return Result(torch.cat([block.O for block in blocks], 1), torch.cat([block.L for block in blocks], 1))
 
 

@@ -4,16 +4,17 @@
 section 3.1). `s`, `s_int`, `z_int` are the paper's `s`, `s^int`, `z^int`; `quantize`, `first_stage` and `second_stage`
 are `int8_tokens`, `stage_one` and `stage_two` of the project.
 
-Departures, all of them in what the algorithms leave open or have wrong:
-- A token first gets INT8 codes with a scale of its own, and a full block one scale from these, the largest, so that
-  codes do not depend on how tokens arrived. A block that is not full stays as it is: the buffer of section 3.3, whose
-  one scale for all tokens would clamp later ones.
-- `s_int` is at least 1, and `z_int` added, not multiplied, and centred: Algorithm 1 rounds `min / s_int`, Eq. 3 has
-  `z = min`. Dequantized codes then fit INT8.
-- Weights are scaled by the row's maximum in the tile; `p_scale="tile"` is the paper's one scale a tile.
-- `O` is multiplied by the rescale factor, not divided, and that factor is an exact exponential (`merge`): SAS(0) is
-  0.9996 and would fade earlier tiles at every step.
-- The maximum is the tile's own unless SAS, whose cut depends on it, or `p_scale="tile"` asks for the running one.
+Departures, where the algorithms are incomplete or wrong:
+- A token first gets INT8 codes with its own scale. A full block then gets one scale, the largest of its tokens, so that
+  codes do not depend on how tokens arrived. A block that is not full keeps the tokens' scales. The buffer of section
+  3.3 has one scale for all tokens, which would clamp later ones.
+- `s_int` is at least 1. `z_int` is added instead of multiplied, and centred, so that dequantized codes fit INT8:
+  Algorithm 1 rounds `min / s_int`, and Eq. 3 has `z = min`.
+- Weights are scaled by the row's maximum in the tile. `p_scale="tile"` uses one scale per tile, as in the paper.
+- `O` is multiplied by the rescale factor instead of divided. The factor is an exact exponential (`merge`), because
+  SAS(0) is 0.9996 and would fade earlier tiles at every step.
+- Scores are relative to the tile's maximum. SAS, whose cut depends on the maximum, and `p_scale="tile"` use the running
+  maximum.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Int8(NamedTuple):
         return [Int8(*tile) for tile in zip(in_tiles(self.q1, B_c), in_tiles(self.s, B_c), strict=True)]
 
     def then(self, later: Int8) -> Int8:
-        """These tokens and `later` ones behind them."""
+        """These tokens, then `later` ones."""
         return Int8(torch.cat([self.q1, later.q1]), torch.cat([self.s, later.s]))
 
 
@@ -89,9 +90,9 @@ class Side:
     buffer: Int8
 
     def append(self, x: torch.Tensor, bits: int, settings: Settings) -> list[Int8]:
-        """Write a token `[1, d]` into the buffer, and all that stands there into blocks if it is full.
+        """Write a token `[1, d]` into the buffer, and pack the buffer into blocks when it is full.
 
-        Returns the tiles that the token's query reads: a block that closes with its own token is read from the buffer.
+        Returns the tiles that the token's query reads. If the token closes a block, its query reads it from the buffer.
         """
         self.buffer = self.buffer.then(quantize(x))
         waiting, closing = self.buffer.tiles(settings.B_c), 0
@@ -116,7 +117,7 @@ def quantize(X: torch.Tensor) -> Int8:
 
 
 def first_stage(X: Int8) -> Int8:
-    """A full block `[B_c, d]` with one scale, that of its largest token."""
+    """A full block `[B_c, d]` with one scale, the largest of its tokens."""
     s = X.s.amax()
     return Int8(torch.round(X.q1 * (X.s / s)[:, None]), s.expand(len(X.s)))
 

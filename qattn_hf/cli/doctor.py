@@ -1,8 +1,7 @@
-"""`qattn check`."""
+"""`qattn doctor`."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import sys
@@ -13,7 +12,9 @@ import typer
 from qattn_hf.cli._common import (
     AtTokensOption,
     DtypeOption,
+    GpuOption,
     JsonOption,
+    MemoryOption,
     MethodOption,
     ModelArgument,
     OutputOption,
@@ -21,7 +22,6 @@ from qattn_hf.cli._common import (
     SetOption,
     WeightsOption,
     chosen_recipe,
-    size_option,
     write_data,
 )
 from qattn_hf.cli._compile import compile_kernels
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 OWN = ("layer", "bytes", "bytes_per_token", "effective_bits")
 
 
-def check(
+def doctor(
     model: ModelArgument = None,
     method: MethodOption = None,
     recipe: RecipeOption = None,
     settings: SetOption = None,
+    gpu: GpuOption = None,
+    gpu_memory: MemoryOption = None,
     at_tokens: AtTokensOption = 32768,
-    gpu_memory: Annotated[
-        int | None, size_option("--gpu-memory", "Memory of the GPU: also print the longest context")
-    ] = None,
     weights: WeightsOption = None,
     compile_: Annotated[
         bool,
@@ -54,37 +53,86 @@ def check(
     as_json: JsonOption = False,
     output: OutputOption = None,
 ) -> None:
-    """Check from a model's config whether a method supports the model.
+    """Say what would run, and how: the GPU, versions, and each layer of a model with its kernels and bytes.
 
-    The layers and the bytes of the cache are printed. No weights are downloaded. The exit code is 1 if the model is
-    refused. --dtype is for --compile. Examples:
+    Only the model's config is read, and no GPU is needed. The exit code is 1 if something would not run. Paste the
+    output of --json into a bug report. Examples:
 
-    qattn check Qwen/Qwen3-8B --method turbo:bits=2 --gpu-memory 24GiB
+    qattn doctor Qwen/Qwen3-8B --method turbo:bits=2 --gpu rtx-4090
 
-    qattn check Qwen/Qwen3-8B --method turbo --compile
+    qattn doctor Qwen/Qwen3-8B --method turbo --compile
     """
-    from qattn_hf.planning.check import check as look
+    import torch
+
+    from qattn_hf.planning.doctor import diagnose
+    from qattn_hf.planning.machine import gpu_memory as memory_of
 
     chosen = chosen_recipe(method, recipe, settings, model)
-    result = look(
-        model_source(model), recipe=chosen, device_type=device.partition(":")[0], at_tokens=at_tokens,
-        weight_bytes=weights,
+    found = diagnose(
+        model_source(model), chosen, card=gpu, device_type=device.partition(":")[0],
+        dtype=None if dtype == "auto" else getattr(torch, dtype), at_tokens=at_tokens, weight_bytes=weights,
     )  # fmt: skip
     name = model or "embedded demo model"
-    data = {"model": name, **dataclasses.asdict(result), **contexts(result, gpu_memory)}
+    if gpu_memory is None and found.check.weight_bytes is not None:
+        gpu_memory = memory_of(gpu)
+    data = {"model": name, **found.to_dict(), **contexts(found.check, gpu_memory)}
     compiled = None
-    if compile_ and result.refused is None:
+    if compile_ and not found.problems:
         compiled = data["compiled"] = compile_kernels(model, chosen, dtype, device)
     if as_json:
         print(json.dumps(data, indent=1))
     else:
-        show(result, name, gpu_memory)
+        show_machine(found.machine)
+        show(found.check, name, gpu_memory)
+        show_kernels(data["kernels"])
     if compiled is not None and not as_json:
         print(compiled)
     write_data(data, output)
-    if result.refused is not None:
-        print(f"qattn: {name} is refused", file=sys.stderr)
+    if found.problems:
+        for problem in found.problems:
+            print(f"qattn: {problem}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def show_machine(machine: dict[str, Any]) -> None:
+    """Print the GPU, what compiling needs, and versions."""
+    gpu = machine["gpu"]
+    if gpu is None:
+        print("no GPU here: kernels are those of an NVIDIA H200. Fix: --gpu rtx-4090 answers for another card")
+    else:
+        print(
+            f"{gpu['name']}: compute capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "
+            f"{gpu['shared_kib']} KiB of shared memory a program, {size(gpu['memory'])}"
+        )
+        print(f"launch configurations: measured on {gpu['configured']}")
+    if machine["here"]:
+        print(f"launches: by {'the CUDA driver' if machine['launcher'] == 'driver' else 'Triton'}")
+        print(f"C compiler: {machine['compiler'] or 'none'}; compiled kernels: {machine['cache']}")
+    tested = {name: f" (tested: {first} to {last})" for name, (first, last) in machine["tested"].items()}
+    for name, version in machine["versions"].items():
+        print(f"{name} {version or 'is missing'}{tested.get(name, '')}")
+    for sentence in machine["untested"]:
+        print(f"warning: {sentence}")
+
+
+def show_kernels(kernels: list[dict[str, Any]]) -> None:
+    """Print the kernels of each kind of layer, with the tile of a prompt's attention."""
+    for row in kernels:
+        names = []
+        for use in row["kernels"]:
+            shown = ""
+            if use["tiles"] is not None:
+                tile = "{queries} queries x {bn} tokens".format(**use["tiles"])
+                shown = f" ({tile}, {size(use['shared'])} of shared memory)"
+            names.append(use["kernel"] + shown)
+        print(f"kernels of layers {ranges(row['layers'])}: {', '.join(dict.fromkeys(names))}")
+
+
+def ranges(layers: list[int]) -> str:
+    """Layers as text: `0-4, 6-10`."""
+    groups = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])  # alike in a run
+    found = [[layer for _, layer in group] for _, group in groups]
+    return ", ".join(f"{run[0]}-{run[-1]}" for run in found)
 
 
 def contexts(result: Check, memory: int | None) -> dict[str, int]:
@@ -136,7 +184,7 @@ def show(result: Check, name: str, memory: int | None) -> None:
 def weights_line(result: Check) -> str:
     """`14.2 GiB in bfloat16`, or why the weights are not counted."""
     if result.weight_bytes is None:
-        why = "a config does not say their bytes"
+        why = "the config does not give their size"
         return f"quantized ({result.quantization}), not counted, since {why}. Fix: type --weights 16GiB"
     return size(result.weight_bytes) + (f" in {result.dtype}" if result.quantization is None else "")
 
@@ -146,7 +194,7 @@ def print_layers(result: Check) -> None:
     from qattn_hf.model.layer_kinds import WINDOWED
 
     if result.layers and all("own" in row for row in result.layers):
-        print("nothing is packed: every layer is the model's own")
+        print("nothing is packed: every layer stays in transformers' own cache")
     if not result.layers:
         print("nothing is packed: keys and values are in transformers' own cache")
     for _, group in itertools.groupby(result.layers, key=_alike):
@@ -158,7 +206,7 @@ def print_layers(result: Check) -> None:
         if "own" in row:
             held = "a state that is not counted" if row["bytes"] is None else size(row["bytes"])
             because = f" ({row['why']})" if row.get("why") else ""
-            print(f"  layers {first}-{last}: not packed, the model's own {row['own']}, {held}{because}")
+            print(f"  layers {first}-{last}: not packed, {row['own']}, {held}{because}")
             continue
         why = f" ({row['no_kernels']})" if row["no_kernels"] else ""
         if row.get("window"):

@@ -1,8 +1,10 @@
-"""`qattn check`: what it says from a config alone is what `patch` does and what a cache of that length takes."""
+"""`qattn doctor` predicts from a config what `patch` does and how much a cache takes."""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from qattn_hf import QAttnError, RecipeError, UnsupportedError, patch
 from qattn_hf.cli import main
 from qattn_hf.compare import size_of
+from qattn_hf.planning import doctor, machine
+from qattn_hf.planning.cards import CARDS
 from qattn_hf.planning.check import check
 
 REFUSED = {
@@ -26,7 +30,7 @@ REFUSED = {
 def qattn(capsys):
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            main(["check", *arguments])
+            main(["doctor", *arguments])
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 
@@ -128,3 +132,89 @@ def test_quantized_weights_are_not_counted_as_unquantized_ones(name, qattn, tmp_
     assert code == 1 and "--weights 16GiB" in err
     code, out, _ = qattn(str(tmp_path), "--gpu-memory", "1GiB", "--weights", "0.5GiB")
     assert code == 0 and "weights: 512.0 MiB\n" in out and "longest context of one row in 1 GiB with this method" in out
+
+
+def attend_of(data: dict) -> list[dict]:
+    """The tiles of the prompts' attention in the data of `qattn doctor --json`."""
+    return [one["tiles"] for row in data["kernels"] for one in row["kernels"] if one["kernel"] == "attend"]
+
+
+def test_a_card_that_is_not_here_has_its_tiles_and_memory(qattn, tmp_path):
+    tiny_llama(head_dim=256).config.save_pretrained(tmp_path)
+    found = {}
+    for card in ("rtx-4090", "h200"):
+        code, out, _ = qattn(str(tmp_path), "--method", "kivi", "--gpu", card, "--json")
+        data = found[card] = json.loads(out)
+        assert code == 0 and data["problems"] == [] and data["kernels"][0]["layers"] == [0, 1]
+        assert data["machine"]["gpu"]["name"] == CARDS[card].name and data["longest"] > 0
+        assert {"decode_kernel", "attend"} <= {one["kernel"] for one in data["kernels"][0]["kernels"]}
+    (small,), (large,) = map(attend_of, found.values())
+    assert small["bn"] < large["bn"], "99 KiB of shared memory hold fewer tokens"
+    code, out, _ = qattn(str(tmp_path), "--method", "kivi", "--gpu", "RTX-4090")
+    assert code == 0 and "99 KiB of shared memory a program, 23.5 GiB" in out
+    assert f"{small['queries']} queries x {small['bn']} tokens, " in out
+    code, out, err = qattn(str(tmp_path), "--gpu", "rtx")
+    assert code == 2 and not out and "rtx is unknown. Fix: give one of t4, rtx-3090" in err
+
+
+def test_layers_without_kernels_on_a_card_have_the_reason(qattn, tmp_path):
+    tiny_llama(head_dim=64).config.save_pretrained(tmp_path)
+    code, out, _ = qattn(str(tmp_path), "--method", "sage2", "--gpu", "rtx-3090")
+    assert code == 0 and "computed by reference (FP8" in out and "kernels of layers" not in out
+    assert "computed by triton" in qattn(str(tmp_path), "--method", "sage2", "--gpu", "l4")[1]
+
+
+def test_a_card_before_ampere_has_no_kernels(qattn):
+    code, out, _ = qattn("--gpu", "t4")
+    assert code == 0 and "computed by reference (kernels need compute capability 8.0" in out
+
+
+def test_without_a_gpu_it_says_so(qattn, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, _ = qattn("--method", "int8")
+    assert code == 0 and "no GPU here" in out and "kernels of layers 0-7: " in out
+    assert f"torch {torch.__version__} (tested: 2.11 to 2.15)" in out
+
+
+HERE = {"here": True, "compiler": "gcc", "cache": "~/.triton/cache", "cache_writable": True}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [({"compiler": None}, "install gcc"), ({"cache_writable": False}, "set TRITON_CACHE_DIR")],
+    ids=["compiler", "cache"],
+)
+def test_what_keeps_kernels_from_running_ends_with_1(lacking, words, qattn, monkeypatch):
+    monkeypatch.setattr(machine, "no_triton", lambda device_type: None)
+    assert machine.problems(HERE) == []
+    found = machine.machine() | HERE | lacking
+    monkeypatch.setattr(doctor, "machine", lambda card: found)
+    code, out, err = qattn("--method", "int8")
+    assert code == 1 and "works: patch takes it" in out and words in err
+    assert json.loads(qattn("--method", "int8", "--json")[1])["problems"] == machine.problems(found)
+    assert qattn("--method", "int8", "--gpu", "l4")[0] == 0, "the answer is for another machine"
+    assert qattn("--method", "int8", "--device", "cpu")[0] == 0, "nothing is compiled"
+
+
+def test_a_torch_without_cuda_next_to_a_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "install a torch for CUDA" in machine.problems({"here": False})[0]
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert machine.problems({"here": False}) == []
+
+
+def test_a_folder_below_a_file_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert machine.writable(tmp_path / "new" / "cache") and not machine.writable(tmp_path / "file" / "cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert machine.cache_folder() == tmp_path
+
+
+def test_versions_that_were_not_tested_are_named():
+    known = {name: first for name, (first, _) in machine.TESTED.items()}
+    assert machine.untested(known) == machine.untested({**known, "triton": None}) == []
+    assert machine.untested({**known, "torch": "2.15.9+cu130"}) == []
+    assert machine.untested({**known, "torch": "3.0.0"}) == ["torch 3.0.0 is untested: 2.11 to 2.15 were tested"]
+    required = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    for name in ("torch", "triton", "transformers"):
+        assert re.search(rf'"{name}>={re.escape(machine.TESTED[name][0])}\b', required), name

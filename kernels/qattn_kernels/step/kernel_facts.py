@@ -1,0 +1,30 @@
+"""Facts about the kernels of this GPU for people: on which GPU their tiles were measured, and who launches them."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.chip import chip_of
+from qattn_kernels.launch.driver import driver
+from qattn_kernels.launch.tuned import tuned_for
+
+
+def measured_on() -> str:
+    """Return the name of the GPU whose launch configurations are used: the GPU in use, or another one."""
+    return tuned_for(chip_of(_device())).gpu
+
+
+def borrowed() -> str | None:
+    """Return why the launch configurations in use are those of another GPU, or None."""
+    name, other = chip_of(_device()).name, measured_on()
+    return None if name == other else f"launch configurations were not measured on {name}: those of {other} are used"
+
+
+def _device() -> torch.device:
+    """Return the GPU in use, or the CPU, whose interpreter counts as the default GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def launcher() -> str:
+    """Return who launches repeated calls: `driver`, or `triton` if CUDA's driver cannot report kernel parameters."""
+    return "triton" if driver() is None else "driver"

@@ -1,0 +1,74 @@
+"""`QAttnConfig`: what `from_pretrained` loads by name is what `patch` makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, pipeline
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from qattn_hf import QAttnConfig, RecipeError, patch, report, unpatch
+from qattn_hf.assets import demo_model_dir
+
+SETTINGS = {"bits": 4, "sink_num": 2, "impl": "reference"}
+INPUTS = torch.arange(5, 155)[None]
+
+
+def load(source: Path, **options: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+
+
+def answer(model: PreTrainedModel) -> list[int]:
+    return model.generate(INPUTS, do_sample=False, max_new_tokens=12)[0, INPUTS.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def want() -> list[int]:
+    return answer(patch(load(demo_model_dir()), "turbo", **SETTINGS))
+
+
+def test_a_model_loaded_by_name_is_the_patched_one(want: list[int], tmp_path: Path):
+    model = load(demo_model_dir(), quantization_config=QAttnConfig("turbo", **SETTINGS))
+    assert answer(model) == want and report(model).to_dict()["packed_tokens"] > 0
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        assert not hasattr(model, name) or getattr(model, name) is None, name
+    assert not hasattr(model.config, "quantization_config") and not hasattr(model.config, "_is_quantized")
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "qattn.yaml").exists()
+    assert answer(unpatch(model)) == answer(load(demo_model_dir()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint whose `config.json` names the method."""
+    model = load(demo_model_dir())
+    model.config.quantization_config = QAttnConfig("turbo", **SETTINGS)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(demo_model_dir()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_that_names_the_method_is_patched_by_every_loader(want: list[int], folder: Path):
+    assert answer(load(folder)) == want
+    assert hasattr(AutoModel.from_pretrained(folder), "_qattn")
+    assert hasattr(pipeline("text-generation", model=str(folder)).model, "_qattn")
+
+
+def test_without_this_package_the_folder_loads_unpatched(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "qattn")
+    model = load(folder)
+    assert not hasattr(model, "_qattn") and answer(model) == answer(load(demo_model_dir()))
+
+
+def test_without_a_method_the_model_chooses_within_a_budget():
+    with pytest.raises(RecipeError, match=r"bits.*0\.1|0\.1.*bits"):
+        load(demo_model_dir(), quantization_config=QAttnConfig(bits=0.1))
+
+
+def test_settings_are_checked_before_anything_is_loaded():
+    with pytest.raises(RecipeError, match="bitz"):
+        QAttnConfig("turbo", bitz=4)

@@ -1,0 +1,39 @@
+"""Which runner the steps of a call get, and the reason that a report gives."""
+
+from __future__ import annotations
+
+import pytest
+from fake_graphs import FakeGraphs
+from helpers import tiny_llama
+from transformers import CompileConfig
+from transformers.generation import GenerationMode as Mode
+
+from qattn_hf import patch
+from qattn_hf.generate.step_runner import NOT_ASKED, Call, step_runner
+
+CONFIG = CompileConfig()
+CASES: list[tuple[str, Call, tuple[str, str | None]]] = [
+    ("auto", Call(), ("graph", None)),
+    ("auto", Call(Mode.BEAM_SEARCH), ("graph", None)),
+    ("auto", Call(Mode.SAMPLE), ("eager", NOT_ASKED)),  # until Transformers asks
+    ("auto", Call(Mode.BEAM_SEARCH, plain=True), ("eager", NOT_ASKED)),
+    ("auto", Call(Mode.ASSISTED_GENERATION, CONFIG), ("eager", NOT_ASKED)),
+    ("auto", Call(compile_config=CONFIG), ("compile", "the caller gave a compile_config")),
+    ("auto", Call(Mode.DOLA_GENERATION), ("eager", "dola generation is not captured")),
+    ("compile", Call(), ("compile", None)),
+    ("compile", Call(Mode.BEAM_SAMPLE), ("eager", "beam sample does not ask for compiled calls")),
+    ("eager", Call(Mode.BEAM_SEARCH), ("eager", None)),
+    ("eager", Call(compile_config=CONFIG), ("compile", "the caller gave a compile_config")),
+]
+
+
+@pytest.mark.parametrize(("decode", "call", "want"), CASES)
+def test_the_runner_of_a_call(fake: FakeGraphs, decode: str, call: Call, want: tuple[str, str | None]):
+    how, why = step_runner(patch(tiny_llama(), "turbo", decode=decode), call)
+    assert how == want[0] and (why == want[1] or str(why).startswith(f"{want[1]};"))
+
+
+def test_a_model_that_exits_early_runs_eagerly(fake: FakeGraphs):
+    model = patch(tiny_llama(), "turbo")
+    model.config.num_hidden_layers -= 1
+    assert step_runner(model, Call()) == ("eager", "it exits early, to draft for itself")
