@@ -60,8 +60,7 @@ def patch(
 
     Raises:
         RecipeError: an unknown method, recipe or setting, or an invalid value.
-        UnsupportedError: the model is not supported. The message has the reason and what to do instead. After either
-            error the model is unchanged.
+        UnsupportedError: the model is not supported; the message says why. After either error it is unchanged.
     """
     check_model(model)
     _compat.warn_if_untested()
