@@ -130,12 +130,7 @@ class Report:
         values = sum(row.get("values", 0) for row in self.layers)
         packed, left = min(((row["packed_tokens"], row["open_tokens"]) for row in counted), default=(0, 0))
         return {
-            "method": self.recipe.method,
-            "recipe": self.recipe.settings.model_dump(),
-            "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
-            "recipe_origin": self.recipe.origin,
-            "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
-            "chosen": None if self.recipe.chosen is None else self.recipe.chosen.to_dict(),
+            **self._of_recipe(),
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
@@ -151,6 +146,18 @@ class Report:
             "unread": self._unread(),
             "continuous_batching": self.pages,
             "layers": self.layers,
+        }
+
+    def _of_recipe(self) -> dict[str, Any]:
+        """Return the fields of `to_dict` about the recipe."""
+        recipe = self.recipe
+        return {
+            "method": recipe.method,
+            "recipe": recipe.settings.model_dump(),
+            "recipe_layers": {choice.where: choice.given for choice in recipe.choices},
+            "recipe_origin": recipe.origin,
+            "recipe_family": None if recipe.family is None else recipe.family.to_dict(),
+            "chosen": None if recipe.chosen is None else recipe.chosen.to_dict(),
         }
 
     def _unread(self) -> bool | None:

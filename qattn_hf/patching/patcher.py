@@ -86,8 +86,7 @@ def patch(
         restore(before)
         raise
     hooks.install(model, patched)
-    notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
-    _warn_of_slow_ways(patched)
+    _warn_of_slow_ways(model, patched)
     if packs:
         warm.begin_for(model, [chosen])
         _note_unused(model)
@@ -95,8 +94,9 @@ def patch(
     return model
 
 
-def _warn_of_slow_ways(patched: Patched) -> None:
-    """Warn on a GPU if decode steps cannot be captured, or kernels use another GPU's launch configurations."""
+def _warn_of_slow_ways(model: PreTrainedModel, patched: Patched) -> None:
+    """Warn on a GPU of layers without kernels, steps that cannot be captured, and another GPU's configurations."""
+    notices.of_layers(model.config, patched.specs, patched.recipe.settings.impl, patched.device_type)
     if patched.device_type == "cuda" and patched.runner.how == "eager" and patched.runner.why is not None:
         patched.notices.of_eager(patched.runner.why)
     if (reason := notices.borrowed_configurations(patched.specs, patched.device_type)) is not None:
