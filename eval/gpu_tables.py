@@ -84,7 +84,7 @@ TABLES = (
     Table(
         "gpu-targets",
         "gpus",
-        "| capability | GPUs | a program may have, KiB | largest program, KiB | kernels compiled | errors | "
+        "| capability | GPUs | a program may have, KiB | largest program, KiB | kernels | errors | "
         "most stack of a thread, bytes | refused |",
         "| {target} | {gpus} | {limit} | {kib:.0f} | {compiled} | {errors} | {stack} | {refused} |",
         rows=_targets,

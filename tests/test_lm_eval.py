@@ -87,12 +87,14 @@ def test_a_rough_cache_is_seen_in_the_score_and_not_by_lm_evals_own_model(lm, lo
 @pytest.mark.parametrize("method", [{}, {"method": "turbo"}, {"method": "kivi", "residual_length": 32}])
 def test_rows_of_a_batch_score_as_they_do_alone(lm, method):
     """Contexts padded on the left and continuations on the right, of rows that end in other chunks."""
+    # Products of another shape round differently on some CPUs. A code that then falls the other way moves a sum by 0.01
+    close = 0.03 if method else 1e-3
     pairs = [(LONG, " He"), (MIDDLE, " and he had not opened it."), (PROSE, " had come " * 40)]
     model = lm(chunk=40, **method)
     together = scores(model, *pairs)
     alone = [scores(model, pair)[0] for pair in pairs]
     for (value, greedy), (one, greedy_alone) in zip(together, alone, strict=True):
-        assert value == pytest.approx(one, abs=1e-3) and greedy == greedy_alone
+        assert value == pytest.approx(one, abs=close) and greedy == greedy_alone
 
 
 def test_choices_of_one_token_share_a_row_and_the_likeliest_is_greedy(lm):

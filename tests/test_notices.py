@@ -33,7 +33,7 @@ def said(call: Any) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    texts = ("read a code", "reference computes", "decodes eagerly", "launch configurations")
+    texts = (UNREAD, "reference computes", "decodes eagerly", "launch configurations")
     return [w for w in caught if any(text in str(w.message) for text in texts)]
 
 

@@ -99,33 +99,30 @@ class Report:
         - `recipe_layers`: layers with other settings, or None. `recipe_family`: settings from the model's family with
           their reason, or None. `chosen`: why the model chose the recipe (`qattn_hf.recipes.chosen.Chosen`), or None.
         - `impl`: the implementation: `triton`, `reference`, or both.
-        - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or how it would.
-          `decode_reason`: why not as a graph, or None. Over Transformers' own caches `decode` is `stock`, bytes and
-          tokens are 0 and `layers` is empty.
+        - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or how it would. With
+          Transformers' own caches it is `stock`, and bytes, tokens and `layers` are empty. `decode_reason`: why steps
+          are not a graph, or None.
         - `configurations`: why kernels use the launch configurations of another GPU, or None.
-        - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt; None: it was one call.
+        - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt, or None.
         - `packed_tokens`, `open_tokens`: quantized and unquantized tokens of all rows, in the packed layer that packed
           least. Sliding windows are ignored if other layers are packed.
         - `kv_bytes`: bytes of all tensors of all layers, including spare capacity and ring. `kv_bytes_full_precision`:
           bytes of the same tokens in the model's dtype. Both include unpacked layers.
         - `effective_bits`: bits per value in closed blocks, mean over packed layers. `effective_bits_total`: `kv_bytes`
-          in bits per cached value, including unpacked layers. For a sliding window only the values that a query sees
-          count.
+          in bits per cached value, with unpacked layers. A sliding window counts only the values that a query sees.
         - `skip_rate`, `dropped_mass`: for sparse V, over all decode steps, as a mean over layers: the share of visible
           values that were skipped, and their share of the attention weights. `dropped_worst`: the largest such share of
           any query. None if sparse V is off.
-        - `unread`: True if no token has read quantized values yet, so outputs are full precision: nothing is packed, or
-          one call filled the cache and attended unquantized. None if nothing is quantized.
-        - `continuous_batching`: the last pool of packed pages, or None: tokens of a page, blocks (a page of each
-          layer), requests held at once, bytes of a block, of a request without its blocks and in total, whether
-          requests share prefixes, and the peak numbers of requests and blocks. `unread` is as above. `clamped_scales`
-          is counted over all pages when the manager stops, and None before.
+        - `unread`: True if no token has read quantized values yet, so that outputs are full precision. None if nothing
+          is quantized.
+        - `continuous_batching`: the last pool of packed pages, or None. It has the tokens of a page, blocks (a page of
+          each layer), requests held at once, bytes of a block, of a request without its blocks and in total, whether
+          requests share prefixes, the peaks of requests and blocks, `unread`, and `clamped_scales` after the end.
         - `layers`: one row per layer, with these figures and the formats of keys and values. An unpacked layer has
-          `method` and `kernels` `model`, its type as `kind`, its content in words as `own`, and `why` its window is not
-          packed. A packed layer has its `window` in tokens, or None, and `quantized`: False for the method `none` and
-          for unquantized windows. `tokens_by_bits`: packed tokens by bit width, for a side whose blocks differ
-          (`memory`). `clamped_scales`: fp16 scales and zero points at the end of fp16's range (65,504); larger ones
-          were clamped.
+          `method` and `kernels` `model`, its type as `kind`, its content as `own`, and `why` its window is not packed.
+          A packed layer has its `window` in tokens, or None, and `quantized`: False for the method `none` and for
+          unquantized windows. `tokens_by_bits`: packed tokens by bit width, if blocks differ (`memory`).
+          `clamped_scales`: fp16 scales and zero points at fp16's limit of 65,504.
         """
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
         counted = [row for row in self.layers if "own" not in row]
@@ -133,12 +130,7 @@ class Report:
         values = sum(row.get("values", 0) for row in self.layers)
         packed, left = min(((row["packed_tokens"], row["open_tokens"]) for row in counted), default=(0, 0))
         return {
-            "method": self.recipe.method,
-            "recipe": self.recipe.settings.model_dump(),
-            "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
-            "recipe_origin": self.recipe.origin,
-            "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
-            "chosen": None if self.recipe.chosen is None else self.recipe.chosen.to_dict(),
+            **self._of_recipe(),
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
@@ -154,6 +146,18 @@ class Report:
             "unread": self._unread(),
             "continuous_batching": self.pages,
             "layers": self.layers,
+        }
+
+    def _of_recipe(self) -> dict[str, Any]:
+        """Return the fields of `to_dict` about the recipe."""
+        recipe = self.recipe
+        return {
+            "method": recipe.method,
+            "recipe": recipe.settings.model_dump(),
+            "recipe_layers": {choice.where: choice.given for choice in recipe.choices},
+            "recipe_origin": recipe.origin,
+            "recipe_family": None if recipe.family is None else recipe.family.to_dict(),
+            "chosen": None if recipe.chosen is None else recipe.chosen.to_dict(),
         }
 
     def _unread(self) -> bool | None:

@@ -59,7 +59,7 @@ def get_method(name: str) -> type[Method]:
 
     Raises:
         ImportError: no such method, or the entry point's module cannot be imported.
-        TypeError: the entry point names something else than a `Method` of its own name.
+        TypeError: the entry point does not name a `Method` with the entry point's name.
     """
     if name in _registered:
         return _registered[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from qattn_hf.generate.window import narrowest
 from qattn_hf.model import _compat
 from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import HeadSizes, head_sizes
-from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec, of_method, own_states
+from qattn_hf.model.layer_kinds import ModelLayerSpec, of_method, own_states
 from qattn_hf.model.selection import own_config, restore, select, selected
 from qattn_hf.model.supported_models import check_full, check_model, check_parts, check_selected
 from qattn_hf.model.tensor_parallel import shard_of
@@ -61,8 +60,7 @@ def patch(
 
     Raises:
         RecipeError: an unknown method, recipe or setting, or an invalid value.
-        UnsupportedError: the model is not supported. The message has the reason and what to do instead. After either
-            error the model is unchanged.
+        UnsupportedError: the model is not supported; the message says why. After either error it is unchanged.
     """
     check_model(model)
     _compat.warn_if_untested()
@@ -70,7 +68,10 @@ def patch(
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
     own = own_states(specs)
-    runner = _runner(model, chosen, own)
+    packs = chosen.settings.packs()
+    if not packs:
+        check_full(model)
+    runner = runner_of_model(model, chosen.settings.decode, own) if packs else Runner("stock", STEPS)
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     window = narrowest(model.config.get_text_config(decoder=True))
     patched = Patched(chosen, specs, beside, device_type, [], runner, window, sizes)
@@ -85,25 +86,17 @@ def patch(
         restore(before)
         raise
     hooks.install(model, patched)
-    notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
-    _warn_of_slow_ways(patched)
-    if chosen.settings.packs():
+    _warn_of_slow_ways(model, patched)
+    if packs:
         warm.begin_for(model, [chosen])
         _note_unused(model)
     _warn_of_nothing(specs)
     return model
 
 
-def _runner(model: PreTrainedModel, recipe: Recipe, own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> Runner:
-    """Return how decode steps run. Over stock caches, all layers must have full attention."""
-    if recipe.settings.packs():
-        return runner_of_model(model, recipe.settings.decode, own)
-    check_full(model)
-    return Runner("stock", STEPS)
-
-
-def _warn_of_slow_ways(patched: Patched) -> None:
-    """Warn on a GPU if decode steps cannot be captured, or kernels use another GPU's launch configurations."""
+def _warn_of_slow_ways(model: PreTrainedModel, patched: Patched) -> None:
+    """Warn on a GPU of layers without kernels, steps that cannot be captured, and another GPU's configurations."""
+    notices.of_layers(model.config, patched.specs, patched.recipe.settings.impl, patched.device_type)
     if patched.device_type == "cuda" and patched.runner.how == "eager" and patched.runner.why is not None:
         patched.notices.of_eager(patched.runner.why)
     if (reason := notices.borrowed_configurations(patched.specs, patched.device_type)) is not None:

@@ -1,7 +1,4 @@
-"""The whole step in Triton against its specification: the same state bit for bit, outputs within what codes cost.
-
-Without a GPU in Triton's interpreter, which is slow: few heads, short contexts.
-"""
+"""The whole step in Triton has its specification's state bit for bit, and outputs within the codes' error."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from qattn_kernels.step.warm import LayerShape, launches
 SCRIPT = Path(__file__).resolve().parents[2] / "eval" / "compile_for.py"
 METHODS = ["turbo", "int8", "sinkq", "nf4", "turboquant", "fp8", "kivi"]
 DIMS, TARGETS = [64, 80, 96, 112, 128, 192, 256], [80, 86, 89, 90, 100, 120]
-MOST_STACK = 1024  # bytes a thread spills at most in any kernel of the sample
+MOST_STACK = 512  # bytes of a thread's spilled registers; 296 are the most recorded, of `int8` on capability 10.0
 
 # Queries, slots of a tile, slots of a tail, loads in flight and warps of a prefill on Hopper, by method and head dim
 ON_HOPPER = {
@@ -170,7 +170,7 @@ def test_one_method_fits_each_gpu():
 
 @pytest.mark.slow
 def test_every_method_target_and_head_dim_compiles_once():
-    """The kernels that read tiles; `eval/results/gpus.json` has the others."""
+    """The kernels that read tiles. `eval/compile_for.py` compiles the others too."""
     rows = compiled(TARGETS, list_methods(), DIMS, "attend", "decode_kernel")
     made = [row for row in rows if "refused" not in row]
     assert [row["kernels"] for row in made] == [2] * len(made)

@@ -151,6 +151,14 @@ def test_bits_of_a_value(name: str, expected: float):
         assert sum(8 * state[key][0, 0, 0].nbytes for key in ("codes", "scale")) == expected * 64 * 64
 
 
+def test_a_padded_head_dim_stores_its_own_channels_alone():
+    """80 channels: codes of 80, and scales of two groups of 32 and one of 16."""
+    layer = make_layer(("turboquant", {"k_format": "turbo4", "v_format": "turbo4"}))
+    feed(layer, *random_qkv(1, 64, dim=80), [64])
+    state = side_of(layer.state, "k")
+    assert sum(8 * state[key][0, 0, 0].nbytes for key in ("codes", "scale")) == 64 * (4 * 80 + 16 * 3)
+
+
 @pytest.mark.parametrize(
     ("k_format", "v_format"), [("turbo4", "q8"), ("q8", "turbo4"), ("turbo3", "turbo2"), ("model", "q4")]
 )

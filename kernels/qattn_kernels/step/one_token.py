@@ -1,13 +1,12 @@
 """A step of one token per row on a CPU, in plain PyTorch: what `step.reference` computes, bit for bit.
 
-The host reads the rows' lengths, so tokens are slices of the state, and no operation serves padding, longer calls or
-other lengths. `state_of_rows` says which calls qualify; `step.reference` computes all others, such as a step that
-closes a block."""
+The host reads the lengths of the rows. Tokens are therefore slices of the state, and padding, longer calls and rows of
+other lengths need no operations. `rows_alike` says which calls qualify. `step.reference` computes all others, such as a
+step that closes a block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -15,17 +14,15 @@ import torch
 from torch.nn.functional import pad
 
 from qattn_kernels.formats import Arrival, Format, Operand
-from qattn_kernels.formats.base import Codes, int8_tokens
+from qattn_kernels.formats.base import int8_tokens
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.spec import Compute, LayerSpec
+from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.table import read_sinks
+from qattn_kernels.reference.one_query import Side, Tokens, attend_one
 from qattn_kernels.reference.rows import bits_to_bool, open_span_blocks
-from qattn_kernels.reference.softmax import sas_exp
 from qattn_kernels.reference.tiles import joined_side, last_hidden
-
-LOWEST = torch.finfo(torch.float32).min
 
 
 class Rows(NamedTuple):
@@ -44,7 +41,7 @@ class Rows(NamedTuple):
     open_blocks: int
 
 
-def alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> Rows | None:
+def rows_alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> Rows | None:
     """Return the lengths of the rows if `one_token` computes the step of a call with one column, else None.
 
     It does on a CPU, if all rows are equally long and without short blocks, each gets one token, and no block closes.
@@ -76,7 +73,7 @@ def one_token(
         k, v: `[B, Hkv, 1, D]`, rotated in the same way.
         state: the layer's tensors.
         spec, scores: as in `reference_step`.
-        rows: lengths of the rows (`alike`).
+        rows: lengths of the rows (`rows_alike`).
 
     Returns:
         Output `[B, Hq, 1, Dv]` in the query's dtype and fp32 log-sum-exp `[B, Hq, 1]`; None if a number is not finite.
@@ -85,34 +82,18 @@ def one_token(
     tokens = _quantized(q, k, v, state, spec, scores.scale)
     if tokens is None:
         return None
-    int8 = spec.compute.decode == "int8"
+    int8_k = spec.compute.decode == "int8"
+    int8_v = int8_k and spec.compute.pv == "int8"
     sides = []
-    for name, fmt, token, coded in (
-        ("k", spec.k, tokens.k, int8),
-        ("v", spec.v, tokens.v, int8 and spec.compute.pv == "int8"),
-    ):
+    for name, fmt, token, coded in (("k", spec.k, tokens.k, int8_k), ("v", spec.v, tokens.v, int8_v)):
         side = side_of(state, name)
         _store(side, fmt, token, spec.window.block, rows)
         sides.append(_side(side, fmt, spec, rows, coded))
     for name in ("length", "columns_seen"):
         state[name].add_(1)
     state["longest"].copy_(state["length"])
-    return _attend(tokens, *sides, partial(_hide, state, spec, scores, rows), spec.compute, scores, q.dtype)
-
-
-class Tokens(NamedTuple):
-    """Queries, keys and values of one token per row.
-
-    Attributes:
-        q: fp32 `[B, Hq, 1, D]`, multiplied by the softmax scale.
-        coded: `q` in INT8, for integer products; else None.
-        k, v: `[B, Hkv, 1, D]` in the form of open tokens.
-    """
-
-    q: torch.Tensor
-    coded: Operand | None
-    k: Operand
-    v: Operand
+    out, lse = attend_one(tokens, *sides, partial(_hide, state, spec, scores, rows), spec.compute, scores)
+    return out.to(q.dtype), lse
 
 
 def _quantized(
@@ -123,7 +104,7 @@ def _quantized(
     levels = spec.compute.decode_levels, spec.k.token_levels, spec.v.token_levels
     if int8 and None not in levels and q.shape[3] == v.shape[3]:  # all at once
         heads = q.shape[1], k.shape[1], v.shape[1]
-        coded = int8_tokens(torch.cat([exact, k, v], 1), _levels(levels, heads))
+        coded = int8_tokens(torch.cat([exact, k.float(), v.float()], 1), _levels(levels, heads))
         if not math.isfinite(coded.scales.sum().item()):
             return None
         return Tokens(exact, *map(Operand, coded.x.split(heads, 1), coded.scales.split(heads, 1)))
@@ -160,33 +141,6 @@ def _store(side: State, fmt: Format, token: Operand, block: int, rows: Rows) -> 
     ring.x.narrow(2, at, 1).copy_(token.x)
     if ring.scale is not None:
         ring.scale.narrow(2, at, 1).copy_(token.scales)
-
-
-class Side(NamedTuple):
-    """All tokens of one side: packed blocks, sinks, open tokens. Slots without a token hold any finite numbers.
-
-    Attributes:
-        parts: runs of tiles `[B, Hkv, n, block, D]`. There are several only if a product with them is exact in any
-            order: if all are INT8.
-        scale: fp32 `[B, Hkv, n, block]` of all tiles, as in `Operand`.
-        mean: fp32 `[B, Hkv, n, 1, D]` of all tiles, as in `Operand`.
-    """
-
-    parts: list[torch.Tensor | Codes]
-    scale: torch.Tensor | None
-    mean: torch.Tensor | None
-
-    def numbers(self) -> torch.Tensor:
-        """Return the tokens dequantized, fp32 `[B, Hkv, n, block, D]`, without the mean."""
-        (x,) = self.parts
-        return Operand(x, self.scale).dequantize()
-
-    def integers(self, levels: int) -> Side:
-        """Return the tokens with scales, quantized to INT8 up to `levels` if they have none."""
-        if self.scale is not None:
-            return self
-        coded = int8_tokens(self.numbers(), levels)
-        return Side([coded.x], coded.scale, self.mean)
 
 
 def _side(side: State, fmt: Format, spec: LayerSpec, rows: Rows, coded: bool) -> Side:
@@ -247,91 +201,3 @@ def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Te
         first = rows.open_start - rows.closed * block  # row position of the first token
         before = last_hidden(torch.tensor(rows.length), scores.window).item() + 1
         s.narrow(3, 0, max(0, before - first)).fill_(-torch.inf)
-
-
-def _key_products(q: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
-    """Return the products of fp32 `q` `[B, Hkv, G, D]` and keys, `[B, Hkv, G, n, block]`."""
-    if isinstance(part, torch.Tensor):
-        return (q @ part.float().flatten(2, 3).mT).unflatten(3, part.shape[2:4])
-    products = (q.unsqueeze(2) * part.unit) @ part.code.mT
-    return products.transpose(2, 3).add_((q @ part.zero.squeeze(3).mT).unsqueeze(4))
-
-
-def _value_products(p: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
-    """Return the products of weights `p` `[B, Hkv, n, G, block]` and values of each tile, `[B, Hkv, n, G, D]`."""
-    if isinstance(part, torch.Tensor):
-        return p @ part.float()
-    return (p @ part.code).mul_(part.unit).add_(p.sum(-1, keepdim=True) * part.zero)
-
-
-def _scores(tokens: Tokens, k: Side, compute: Compute, softcap: float) -> torch.Tensor:
-    """Return the scores `[B, Hkv, G, n, block]` of the queries, soft-capped, not masked."""
-    shape = (len(tokens.q), k.parts[0].shape[1], -1, tokens.q.shape[3])
-    q = tokens.q.view(shape)
-    if tokens.coded is not None:
-        k = k.integers(compute.qk_levels)
-        codes = tokens.coded.x.float().view(shape)
-        products = [_key_products(codes, part) for part in k.parts]
-        s = torch.cat(products, 3) if len(products) > 1 else products[0]
-        s.mul_(tokens.coded.scales.reshape(*shape[:3], 1, 1)).mul_(k.scale.unsqueeze(2))
-        if k.mean is not None:
-            s.add_((q.double() @ k.mean.squeeze(3).double().mT).float().unsqueeze(4))
-    else:
-        s = _key_products(q, k.numbers())
-    return s.div_(softcap).tanh_().mul_(softcap) if softcap else s
-
-
-def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row sums `[B, Hkv, G, n]` of weights `p`, and the products `[B, Hkv, n, G, D]` of rounded weights."""
-    v = v.integers(compute.pv_levels)
-    scales = v.scale.unsqueeze(2)
-    w = p * scales
-    scale = w.amax(-1) / compute.pv_levels
-    w.div_(torch.threshold(scale, 0.0, 1.0).unsqueeze(4)).round_()
-    if compute.round_sum:
-        none = scales == 0
-        sums = torch.where(none, p, w * scale[..., None] / torch.where(none, 1.0, scales)).sum(-1)
-    else:
-        sums = p.sum(-1)
-    w, products, first = w.transpose(2, 3), [], 0
-    for part in v.parts:
-        products.append(_value_products(w.narrow(2, first, part.shape[2]), part))
-        first += part.shape[2]
-    out = torch.cat(products, 2) if len(products) > 1 else products[0]
-    return sums, out.mul_(scale.transpose(2, 3).unsqueeze(4))
-
-
-def _attend(
-    tokens: Tokens,
-    k: Side,
-    v: Side,
-    hide: Callable[[torch.Tensor], None],
-    compute: Compute,
-    scores: Scores,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference.attention.attend` for one query per row.
-
-    `hide` sets scores of invisible tokens to -inf (`_hide`). The output has the given dtype."""
-    heads, shape = k.parts[0].shape[1], tokens.q.shape[:3]
-    s = _scores(tokens, k, compute, scores.softcap)
-    hide(s)
-
-    # weights and row sum of each tile, relative to its maximum; the factor that rescales it to the last maximum
-    top = s.amax(-1).clamp_(LOWEST)  # a tile may have no visible token
-    top = top.cummax(-1).values if compute.softmax == "sas" else top
-    s.sub_(top.unsqueeze(4))
-    p = sas_exp(s, compute.sas_threshold) if compute.softmax == "sas" else s.exp_()
-    last = top.amax(-1)
-    sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, -1)
-    last = last if sinks is None else torch.maximum(last, sinks)
-    rescale = (top - last.unsqueeze(3)).exp_()
-    if compute.decode == "int8" and compute.pv == "int8":
-        sums, out = _rounded_products(p, v, compute)
-    else:
-        sums, out = p.sum(-1), _value_products(p.transpose(2, 3), v.numbers())
-    total = (sums * rescale).sum(-1)
-    total = total if sinks is None else total + torch.exp(sinks - last)
-    out = out.mul_(rescale.transpose(2, 3).unsqueeze(4)).sum(2).div_(total.unsqueeze(3))
-    lse = last + total.log()
-    return out.to(dtype).view(*shape, -1), lse.view(shape)

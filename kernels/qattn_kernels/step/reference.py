@@ -19,7 +19,7 @@ from qattn_kernels.ops.sink_pool.reference import compete
 from qattn_kernels.ops.sink_pool.table import settle
 from qattn_kernels.reference.query_parts import in_columns, query_parts
 from qattn_kernels.reference.rows import build_open_span, fitting, real_first
-from qattn_kernels.step.one_token import alike, one_token
+from qattn_kernels.step.one_token import one_token, rows_alike
 
 
 def reference_step(
@@ -37,7 +37,7 @@ def reference_step(
     attend to their own tokens as the method's prefill does. Arguments and results are as in `step.operator.attend`.
     """
     q, k, v = rotated(q, k, v, spec.compute, state, partial(map, rotate))
-    rows = alike(state, span, spec, scores) if q.shape[2] == 1 else None
+    rows = rows_alike(state, span, spec, scores) if q.shape[2] == 1 else None
     short = None if rows is None else one_token(q, k, v, state, spec, scores, rows)
     out, lse = short or general_step(q, k, v, span, state, spec, scores)
     return out if spec.compute.rotate_v == "none" else rotate_back(out), lse

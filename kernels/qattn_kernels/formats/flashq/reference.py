@@ -227,17 +227,16 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return INT8_LEVELS if self.buffer_scale == "token" else None
 
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
-        tokens = int8_tokens(new.x)
-        return tokens if self.buffer_scale == "token" else self._universal(new, tokens, state)
+        return self._universal(new, state) if self.token_levels is None else super().quantize_tokens(new, state)
 
     def requantize(self, x: torch.Tensor) -> Operand:
         return int8_tokens(x)
 
-    def _universal(self, new: Arrival, tokens: Operand, state: State) -> Operand:
+    def _universal(self, new: Arrival, state: State) -> Operand:
         """Quantize with the paper's single scale per row.
 
         The scale comes from a first call of at least a block, or else from the row's first block of tokens."""
-        block = new.block
+        tokens, block = int8_tokens(new.x), new.block
         start, total = new.length[:, None], (new.length + new.count)[:, None]
         pos = new.length[:, None] + torch.arange(new.x.shape[2], device=new.x.device)
         real = new.real[:, None]
@@ -339,18 +338,16 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
 
     def read(self, state: State, blocks: int) -> Operand:
         code = self._read_mixed(state, blocks) if self.mixed else self._read_plain(state, blocks)
-        names = ("channel_scale", "zero_point", "scale")
-        channel_scale, zero_point, scale = (state[name][:, :, :blocks] for name in names)
-        x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
-        return self._operand(x1.to(torch.int8), self.restored(scale))
+        channel_scale, zero_point = (state[name][:, :, :blocks, None] for name in ("channel_scale", "zero_point"))
+        x1 = code.to(torch.int16) * channel_scale + zero_point
+        return self._operand(x1.to(torch.int8), self.restored(state["scale"][:, :, :blocks]))
 
     def read_codes(self, state: State, blocks: int) -> Codes | None:
         if self.mixed or state["channel_scale"].shape[-1] > MOST_SUMMED:
             return None
-        code = self._read_plain(state, blocks).float()
-        unit, zero = (state[name].narrow(2, 0, blocks).unsqueeze(3).float() for name in ("channel_scale", "zero_point"))
-        scale = self.of_tokens(self.restored(state["scale"].narrow(2, 0, blocks)))
-        return Codes(code, unit, zero, scale.expand(code.shape[:-1]))
+        code, whole = self._read_plain(state, blocks).float(), state["scale"][:, :, :blocks]
+        unit, zero = (state[name][:, :, :blocks, None].float() for name in ("channel_scale", "zero_point"))
+        return Codes(code, unit, zero, self.of_tokens(self.restored(whole)).expand(code.shape[:-1]))
 
     def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
         """Repack blocks whose bits change: apply the second stage to their dequantized `X1`.
@@ -381,9 +378,8 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return self._packed(code, bits), scale, zero_point
 
     def _read_plain(self, state: State, blocks: int) -> torch.Tensor:
-        parts = [
-            self._unpacked(state[f"codes{bits}"][:, :, : end - first], bits) for bits, first, end in self.spans(blocks)
-        ]
+        codes = [(bits, state[f"codes{bits}"][:, :, : end - first]) for bits, first, end in self.spans(blocks)]
+        parts = [self._unpacked(packed, bits) for bits, packed in codes]
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _read_mixed(self, state: State, blocks: int) -> torch.Tensor:
