@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,6 +27,18 @@ class Span(NamedTuple):
     bits: int
     first: int
     end: int
+
+
+def pieces(old: list[Span], new: list[Span]) -> Iterator[tuple[Span, Span, slice, slice, slice]]:
+    """Yield the runs of blocks inside one span of each list.
+
+    Each item is `(old span, new span, run in the row, run in the old span, run in the new span)`."""
+    for one in old:
+        for other in new:
+            first, end = max(one.first, other.first), min(one.end, other.end)
+            if first < end:
+                own, theirs = (slice(first - span.first, end - span.first) for span in (one, other))
+                yield one, other, slice(first, end), own, theirs
 
 
 class MixedHeads:

@@ -51,14 +51,15 @@ class Side(NamedTuple):
     def numbers(self) -> torch.Tensor:
         """Return the tokens dequantized, fp32 `[B, Hkv, n, block, D]`, without the mean."""
         (x,) = self.parts
+        assert isinstance(x, torch.Tensor)
         return Operand(x, self.scale).dequantize()
 
-    def integers(self, levels: int) -> Side:
-        """Return the tokens with scales, quantized to INT8 up to `levels` if they have none."""
+    def integers(self, levels: int) -> tuple[list[torch.Tensor | Codes], torch.Tensor]:
+        """Return parts and scales, of INT8 codes up to `levels` if the tokens have no scales."""
         if self.scale is not None:
-            return self
+            return self.parts, self.scale
         coded = int8_tokens(self.numbers(), levels)
-        return Side([coded.x], coded.scale, self.mean)
+        return [coded.x], coded.scales
 
 
 def _key_products(q: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
@@ -81,11 +82,11 @@ def _scores(tokens: Tokens, k: Side, compute: Compute, softcap: float) -> torch.
     shape = (len(tokens.q), k.parts[0].shape[1], -1, tokens.q.shape[3])
     q = tokens.q.view(shape)
     if tokens.coded is not None:
-        k = k.integers(compute.qk_levels)
+        parts, scales = k.integers(compute.qk_levels)
         codes = tokens.coded.x.float().view(shape)
-        products = [_key_products(codes, part) for part in k.parts]
+        products = [_key_products(codes, part) for part in parts]
         s = torch.cat(products, 3) if len(products) > 1 else products[0]
-        s.mul_(tokens.coded.scales.reshape(*shape[:3], 1, 1)).mul_(k.scale.unsqueeze(2))
+        s.mul_(tokens.coded.scales.reshape(*shape[:3], 1, 1)).mul_(scales.unsqueeze(2))
         if k.mean is not None:
             s.add_((q.double() @ k.mean.squeeze(3).double().mT).float().unsqueeze(4))
     else:
@@ -95,8 +96,8 @@ def _scores(tokens: Tokens, k: Side, compute: Compute, softcap: float) -> torch.
 
 def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row sums `[B, Hkv, G, n]` of weights `p`, and the products `[B, Hkv, n, G, D]` of rounded weights."""
-    v = v.integers(compute.pv_levels)
-    scales = v.scale.unsqueeze(2)
+    parts, scales = v.integers(compute.pv_levels)
+    scales = scales.unsqueeze(2)
     w = p * scales
     scale = w.amax(-1) / compute.pv_levels
     w.div_(torch.threshold(scale, 0.0, 1.0).unsqueeze(4)).round_()
@@ -106,7 +107,7 @@ def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch
     else:
         sums = p.sum(-1)
     w, products, first = w.transpose(2, 3), [], 0
-    for part in v.parts:
+    for part in parts:
         products.append(_value_products(w.narrow(2, first, part.shape[2]), part))
         first += part.shape[2]
     out = torch.cat(products, 2) if len(products) > 1 else products[0]

@@ -69,7 +69,8 @@ def joined_side(a: Operand, b: Operand) -> Operand:
         a, b = a.scaled(), b.scaled()
     if (a.mean is None) != (b.mean is None):
         a, b = a.centered(), b.centered()
-    return Operand(*(None if x is None else torch.cat([x, y], 2) for x, y in zip(a, b, strict=True)))
+    scale, mean = (None if x is None or y is None else torch.cat([x, y], 2) for x, y in zip(a[1:], b[1:], strict=True))
+    return Operand(torch.cat([a.x, b.x], 2), scale, mean)
 
 
 def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:

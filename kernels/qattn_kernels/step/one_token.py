@@ -84,15 +84,13 @@ def one_token(
         return None
     int8_k = spec.compute.decode == "int8"
     int8_v = int8_k and spec.compute.pv == "int8"
-    sides = []
-    for name, fmt, token, coded in (("k", spec.k, tokens.k, int8_k), ("v", spec.v, tokens.v, int8_v)):
-        side = side_of(state, name)
-        _store(side, fmt, token, spec.window.block, rows)
-        sides.append(_side(side, fmt, spec, rows, coded))
+    keys = _stored(side_of(state, "k"), spec.k, tokens.k, spec, rows, int8_k)
+    values = _stored(side_of(state, "v"), spec.v, tokens.v, spec, rows, int8_v)
     for name in ("length", "columns_seen"):
         state[name].add_(1)
     state["longest"].copy_(state["length"])
-    out, lse = attend_one(tokens, *sides, partial(_hide, state, spec, scores, rows), spec.compute, scores)
+    hide = partial(_hide, state, spec, scores, rows)
+    out, lse = attend_one(tokens, keys, values, hide, spec.compute, scores)
     return out.to(q.dtype), lse
 
 
@@ -143,8 +141,11 @@ def _store(side: State, fmt: Format, token: Operand, block: int, rows: Rows) -> 
         ring.scale.narrow(2, at, 1).copy_(token.scales)
 
 
-def _side(side: State, fmt: Format, spec: LayerSpec, rows: Rows, coded: bool) -> Side:
-    """Return the tokens of a side. `coded`: the product multiplies integers, if the tokens are INT8."""
+def _stored(side: State, fmt: Format, token: Operand, spec: LayerSpec, rows: Rows, coded: bool) -> Side:
+    """Store one token of every row and return all tokens of the side.
+
+    `coded`: the product multiplies integers, if the tokens are INT8."""
+    _store(side, fmt, token, spec.window.block, rows)
     if not fmt.windowed:
         read = fmt.read(side, rows.closed + rows.open_blocks)
         return Side([read.x if coded and read.x.dtype == torch.int8 else read.x.contiguous()], read.scale, read.mean)
@@ -199,5 +200,5 @@ def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Te
     s.narrow(3, s.shape[3] - past_end, past_end).fill_(-torch.inf)
     if scores.window:
         first = rows.open_start - rows.closed * block  # row position of the first token
-        before = last_hidden(torch.tensor(rows.length), scores.window).item() + 1
+        before = int(last_hidden(torch.tensor(rows.length), scores.window)) + 1
         s.narrow(3, 0, max(0, before - first)).fill_(-torch.inf)

@@ -8,7 +8,6 @@ this to repack its oldest blocks. Repacking from 8 bits gives the same codes as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +27,7 @@ from qattn_kernels.formats.base import (
 from qattn_kernels.formats.flashq.priority import head_priority
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.side import Side
-from qattn_kernels.formats.traits import AgedBlocks, Low, MixedHeads, Span
+from qattn_kernels.formats.traits import AgedBlocks, Low, MixedHeads, Span, pieces
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -71,18 +70,6 @@ MOST_SUMMED = 512  # channels of `Codes`: 127 for a query's code * 246 for `unit
 LISTED = 61  # heads that a recipe's list can name, from 0: kernels take the list as bits of an integer
 RECODED = 2**22  # bytes of codes that `recode` processes at a time, to limit its extra memory
 PRIORITIES = ("priority", "min_max", "variation")  # kernels identify a priority by its index
-
-
-def _pieces(old: list[Span], new: list[Span]) -> Iterator[tuple[Span, Span, slice, slice, slice]]:
-    """Yield the runs of blocks inside one span of each list.
-
-    Each item is `(old span, new span, run in the row, run in the old span, run in the new span)`."""
-    for one in old:
-        for other in new:
-            first, end = max(one.first, other.first), min(one.end, other.end)
-            if first < end:
-                own, theirs = (slice(first - span.first, end - span.first) for span in (one, other))
-                yield one, other, slice(first, end), own, theirs
 
 
 @dataclass(frozen=True)
@@ -354,7 +341,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
 
         Channel scales and zero points change too. From 8 bits the result equals packing at once."""
         n = keep.shape[2]
-        for old, young, run, own, theirs in _pieces(self.spans(n), new.spans(n)):
+        for old, young, run, own, theirs in pieces(self.spans(n), new.spans(n)):
             source, target = state[f"codes{old.bits}"][:, :, own], out[f"codes{young.bits}"][:, :, theirs]
             if old.bits == young.bits:
                 target.copy_(source)
