@@ -34,9 +34,9 @@ def check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
     Tokens beyond the capacity are dropped and counted (`overflow`)."""
     if span.device.type != "cpu":
         return
-    block = spec.window.block
-    rows = zip(*(state[name].tolist() for name in ("closed", "length", "open_start")), span[:, 1].tolist(), strict=True)
-    need = max(closed * block + length - open_start + new for closed, length, open_start, new in rows)
+    block, new = spec.window.block, span[:, 1].expand(len(state["length"]))
+    lists = (x.tolist() for x in (state["closed"], state["length"], state["open_start"], new))
+    need = max(closed * block + length - start + count for closed, length, start, count in zip(*lists, strict=True))
     have = state["block_len"].shape[1] * block
     if need > have:
         raise CapacityError(
