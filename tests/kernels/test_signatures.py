@@ -11,7 +11,7 @@ import qattn_kernels
 PACKAGE = Path(qattn_kernels.__file__).parent
 MOST = 24
 # of functions that all formats have: what one of them does not need
-INTERFACES = {"block_form": {"keep"}, "encode": {"BITS"}, "levels": {"BITS"}, "half_offsets": {"BITS"}}
+INTERFACES = {"block_form": {"keep"}, "encode": {"SIDE"}, "levels": {"BITS"}, "half_offsets": {"BITS"}}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
