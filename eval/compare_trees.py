@@ -44,6 +44,7 @@ from qattn_hf import list_methods
 from qattn_hf.compare import find_recipe
 job = json.loads(sys.argv[1])
 bench = {"decode": decode, "prefill": prefill}[job["bench"]]
+packed = getattr(bench, "packed", None) or bench._packed
 if job["warm"]:
     bench.measure = lambda *args, **kwargs: timing.Times(1.0, 1.0, 1.0, 1)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,9 +56,9 @@ for way, method, settings in job["methods"]:
     settings = find_recipe(method, None, settings).settings
     for point in (bench.Point(*point) for point in job["points"]):
         while settling > 0:
-            timing.attempt(partial(bench._packed, point, settings, heads, device), ours=True)
+            timing.attempt(partial(packed, point, settings, heads, device), ours=True)
             settling -= 1
-        figures = timing.attempt(partial(bench._packed, point, settings, heads, device), ours=True)
+        figures = timing.attempt(partial(packed, point, settings, heads, device), ours=True)
         print(json.dumps({"bench": job["bench"], **point._asdict(), **heads.row(), "way": way, **figures}), flush=True)
         timing.release(device)
 """
