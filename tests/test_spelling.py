@@ -26,6 +26,7 @@ COMMANDS = {
     "tune": ("--output", "tuned.yaml", "--bits", "4", *MISSING),
     "bench decode": ("--heads", "0"),
     "bench prefill": ("--heads", "0"),
+    "bench tiles": ("--heads", "0"),
     "bench generate": ("--way", "turbo eagre"),
     "bench first-call": ("--device", "none"),
     "bench throughput": ("--device", "none"),

@@ -248,10 +248,12 @@ def tiles(
     """
     from qattn_hf.bench import tiles as measured
 
-    if (where := chosen_device(device)).type != "cuda":
-        raise UsageError("bench tiles measures a GPU. Fix: run it where torch finds one")
+    where = chosen_device(device)
     points, methods = chosen_points(measured, quick, where, batch, tokens), chosen_methods(method or DEFAULT_OF_TILES)
-    shown, found = tee(measured.rows(points, methods, parse_heads(heads, where), where))
+    shapes = parse_heads(heads, where)
+    if where.type != "cuda":
+        raise UsageError("bench tiles measures a GPU. Fix: run it where torch finds one")
+    shown, found = tee(measured.rows(points, methods, shapes, where))
     show(shown, as_json, output, wide)
     print(f"wrote {measured.keep(list(found), where)}", file=sys.stderr)
 
