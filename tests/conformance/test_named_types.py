@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers import DEVICE
 from refusals import refused
-from small_types import PACKED, WINDOW, tiny
+from small_types import PACKED, WINDOW, in_packed_cache, tiny
 from test_vision_types import prompt as with_image
 from test_vision_types import tiny as tiny_vision
 from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ CLOSE = {"rtol": 0, "atol": 2e-5}  # fp32 sums in another order, as of experts, 
 
 
 class Row(NamedTuple):
-    """A type and its setting `sliding`."""
+    """A type and its windows: `exact`, `packed`, or `unquantized` in the packed cache."""
 
     model_type: str
     sliding: str = "exact"
@@ -78,7 +78,8 @@ class Row(NamedTuple):
 
 
 def patched(row: Row, model: PreTrainedModel, method: str, **settings: Any) -> PreTrainedModel:
-    how = {"impl": "reference", "family": False, "sliding": row.sliding, "crop_horizon": 32, **settings}
+    windows = "packed" if row.sliding == "packed" else "exact"
+    how = {"impl": "reference", "family": False, "sliding": windows, "crop_horizon": 32, **settings}
     return patch(model, method, **how)
 
 
@@ -115,6 +116,14 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
 
 rows = pytest.mark.parametrize("row", ROWS, ids=str)
 methods = pytest.mark.parametrize("method", ["none", "int8"])
+
+
+@pytest.fixture(autouse=True)
+def home_of_windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the windows of rows `-unquantized` in the packed cache, as a GPU does."""
+    row = request.node.callspec.params.get("row") if hasattr(request.node, "callspec") else None
+    if row is not None and row.sliding == "unquantized":
+        in_packed_cache(monkeypatch)
 
 
 @contextlib.contextmanager
