@@ -36,8 +36,8 @@ def list_methods() -> list[str]:
     return sorted({*_own(), *_installed()})
 
 
-@cache
 def _own() -> frozenset[str]:
+    """Return the files of this folder, and of folders that were added to `__path__`."""
     return frozenset(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
 
 
