@@ -51,6 +51,8 @@ def rows_alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores
         return None
     if spec.v.smoothed or (pool.num and (scores.window or not spec.v.windowed)):
         return None
+    if any(not fmt.windowed and type(fmt).put is Format.put for fmt in (spec.k, spec.v)):
+        return None  # a format from outside, which writes whole calls only
     rows = [state[name].tolist() for name in ("length", "closed", "open_start", "longest", "origin")]
     length, closed, open_start, longest, origin = (row[0] for row in rows)
     if any(row.count(row[0]) < len(row) for row in rows) or any(real != [0, 1] for real in span.tolist()):
