@@ -117,7 +117,7 @@ class Job(NamedTuple):
 
 
 def jobs_of(spec: LayerSpec, capability: int, dim: int, names: list[str]) -> list[Job]:
-    """Return the kernels that a layer launches on a target; those of `names` alone, if there are any."""
+    """Return the kernels that a layer launches on a target, or only those in `names` if it is not empty."""
     jobs: list[Job] = []
 
     def see(kernel: Any, signature: Any, constants: Any, options: Any, attributes: Any) -> None:

@@ -58,6 +58,12 @@ def test_a_folder_that_names_the_method_is_patched_by_every_loader(want: list[in
     assert hasattr(pipeline("text-generation", model=str(folder)).model, "_qattn")
 
 
+def test_a_pipeline_takes_it_among_the_models_arguments():
+    config = QAttnConfig("turbo", **SETTINGS)
+    found = pipeline("text-generation", model=str(demo_model_dir()), model_kwargs={"quantization_config": config})
+    assert hasattr(found.model, "_qattn")
+
+
 def test_without_this_package_the_folder_loads_unpatched(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "qattn")
     model = load(folder)

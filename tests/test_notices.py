@@ -177,7 +177,7 @@ def test_another_gpus_launch_configurations_are_named(monkeypatch):
     with as_chip(H200._replace(name=name)):
         model = tiny_llama(head_dim=64)
         found = said(lambda: on_a_gpu(monkeypatch, model, "turbo"))
-        assert len(found) == 1 and f"were not measured on {name}: those of" in str(found[0].message)
+        assert len(found) == 1 and f"were measured on {name}: the file of" in str(found[0].message)
         assert found[0].filename == __file__
         reason = report(model).to_dict()["configurations"]
         assert reason in str(found[0].message) and reason in str(report(model))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import tiny_llama
 
-from qattn_hf import list_methods, patch, report
+from qattn_hf import QAttnError, list_methods, patch, report
 from qattn_hf.cli import main
 from qattn_hf.methods import ENTRY_POINTS, get_method
 from qattn_hf.methods import _installed as installed
@@ -59,8 +59,17 @@ def test_an_entry_point_cannot_replace_a_method(install: Callable[[str, str], No
     assert list_methods().count("int8") == 1 and get_method("int8").__name__ != "Outside"
 
 
-@pytest.mark.parametrize(("name", "value"), [("outside_method", "pathlib:Path"), ("another", "outside_method:Outside")])
-def test_what_is_no_method_of_that_name_is_refused(install: Callable[[str, str], None], name: str, value: str):
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("outside_method", "pathlib:Path", "is no subclass of Method in a module outside_method"),
+        ("another", "outside_method:Outside", "is no subclass of Method in a module another"),
+        ("outside_method", "no_such_module:Outside", "cannot be loaded: ModuleNotFoundError"),
+    ],
+)
+def test_what_is_no_method_of_that_name_is_refused(
+    install: Callable[[str, str], None], name: str, value: str, said: str
+):
     install(name, value)
-    with pytest.raises(TypeError, match=f"{name}.*is no subclass of Method with the name '{name}'"):
+    with pytest.raises(QAttnError, match=f"{name} = .*{said}"):
         get_method(name)

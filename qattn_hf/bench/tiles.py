@@ -32,7 +32,7 @@ Timer = Callable[[Point, Method, Heads, torch.device], dict[str, Any]]
 
 
 def by_kernels(point: Point, method: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
-    """Measure a prompt whose attention is the kernels', as that of padded prompts is."""
+    """Measure a prompt whose attention runs in kernels, as for padded prompts."""
     return prefill.packed(point, method, heads, device, unpadded=False)
 
 

@@ -160,7 +160,7 @@ TokensOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a 
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Rows that are read at once.")]
 AtTokensOption = Annotated[int, typer.Option("--at-tokens", min=1, help="Context length for which bits are counted.")]
 MemoryOption = Annotated[
-    int | None, size_option("--gpu-memory", "Memory of the GPU", "that of the GPU here or of --gpu")
+    int | None, size_option("--gpu-memory", "Memory of the GPU", "the memory of the GPU here, or of --gpu")
 ]
 WeightsOption = Annotated[
     int | None, size_option("--weights", "Size of the weights", "counted, unless they are quantized")

@@ -98,7 +98,7 @@ def show_machine(machine: dict[str, Any]) -> None:
     """Print the GPU, what compiling needs, and versions."""
     gpu = machine["gpu"]
     if gpu is None:
-        print("no GPU here: kernels are those of an NVIDIA H200. Fix: --gpu rtx-4090 answers for another card")
+        print("no GPU here: these are the kernels of an NVIDIA H200. Fix: --gpu rtx-4090 answers for another card")
     else:
         print(
             f"{gpu['name']}: compute capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "

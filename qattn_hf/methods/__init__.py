@@ -58,18 +58,27 @@ def get_method(name: str) -> type[Method]:
     It is `METHOD` of the method's file, a registered class, or the class of an entry point.
 
     Raises:
-        ImportError: no such method, or the entry point's module cannot be imported.
-        TypeError: the entry point does not name a `Method` with the entry point's name.
+        ImportError: no such method.
+        QAttnError: an entry point cannot be loaded, or does not name a `Method` with the entry point's name.
     """
     if name in _registered:
         return _registered[name]
     if (point := _installed().get(name)) is None:
         return importlib.import_module(f"qattn_hf.methods.{name}").METHOD
+    return _loaded(point)
+
+
+def _loaded(point: EntryPoint) -> type[Method]:
+    from qattn_hf.errors import QAttnError
     from qattn_hf.methods.base import Method
 
-    found = point.load()
-    if not (isinstance(found, type) and issubclass(found, Method) and found.name() == name):
-        raise TypeError(f"{ENTRY_POINTS}: {name} = {point.value!r} is no subclass of Method with the name {name!r}")
+    line = f'entry point {ENTRY_POINTS}: {point.name} = "{point.value}"'
+    try:
+        found = point.load()
+    except Exception as error:  # a package of somebody else may raise anything
+        raise QAttnError(f"{line} cannot be loaded: {error!r}. Fix: mend or uninstall its package") from error
+    if not (isinstance(found, type) and issubclass(found, Method) and found.name() == point.name):
+        raise QAttnError(f"{line} is no subclass of Method in a module {point.name}. Fix: mend its package")
     return found
 
 

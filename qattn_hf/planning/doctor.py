@@ -59,7 +59,7 @@ def diagnose(
     Args:
         model: folder or hub name whose config is read.
         recipe: the method and its settings.
-        card: answer for this GPU instead of the machine's. Without both, kernels are those of an H200.
+        card: answer for this GPU instead of the machine's. Without both, kernels are chosen for an H200.
         device_type, at_tokens, weight_bytes: as in `check`.
         dtype: dtype of the model. None: the config's, else bf16.
 

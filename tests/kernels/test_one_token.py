@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from helpers import Case, case_id, feed, make_layer, random_qkv, same_state
 from kernel_cases import CASES, KIVI, MORE_CASES, TURBO
 
 from qattn_hf.layer.layer import QAttnLayer
+from qattn_kernels.formats import Format, get_format
+from qattn_kernels.formats.int8.reference import Int8Format
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.ops.crop.reference import crop
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back, rotated
@@ -93,3 +96,25 @@ def test_after_a_crop(case: Case, general_calls: list[int]):
     general_calls.clear()
     assert differing(layer, other, 145, 155) == []
     assert general_calls == [1] * 5
+
+
+def test_a_subclass_that_overrides_an_operation_loses_its_shortcut():
+    """The short step would otherwise store or read tokens as the parent does."""
+
+    class Writes(Int8Format):
+        def write(self, state: Any, block: Any) -> None:
+            super().write(state, block)
+
+    class Quantizes(Int8Format):
+        def quantize_tokens(self, new: Any, state: Any) -> Any:
+            return super().quantize_tokens(new, state)
+
+    pairs = [("put", "write"), ("token_levels", "quantize_tokens"), ("read_codes", "read")]
+    kept = {cls.__name__: [cls().keeps(*pair) for pair in pairs] for cls in (Format, Int8Format, Writes, Quantizes)}
+    assert kept == {
+        "Format": [False, False, False],
+        "Int8Format": [True, True, False],
+        "Writes": [False, True, False],
+        "Quantizes": [True, False, False],
+    }
+    assert get_format("flashq")().keeps("read_codes", "read")

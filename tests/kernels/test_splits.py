@@ -46,7 +46,7 @@ def test_a_gpu_that_was_not_measured_is_named_once(caplog: pytest.LogCaptureFixt
         found = tuned_for(H200._replace(name="NVIDIA L4 of a test", capability=(8, 9)))
     assert found == tuned_for(H200)
     assert caplog.messages == [
-        f"launch configurations were not measured on NVIDIA L4 of a test: those of {DEFAULT} are used. "
+        f"no launch configurations were measured on NVIDIA L4 of a test: the file of {DEFAULT} is used. "
         "`qattn bench tiles` measures them"
     ]
 

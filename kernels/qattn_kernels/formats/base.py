@@ -184,6 +184,12 @@ class Format:
         """Name of the format in reports."""
         return self.name
 
+    def keeps(self, shortcut: str, operation: str) -> bool:
+        """Return whether a method or property may replace an operation. It may not if the format has none, or if a
+        subclass overrides the operation alone."""
+        owner = next(cls for cls in type(self).__mro__ if shortcut in vars(cls) or operation in vars(cls))
+        return owner is not Format and shortcut in vars(owner)
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         """Return the tensors that this format adds to the layer's state. `dim` is the head dimension of its side.
 

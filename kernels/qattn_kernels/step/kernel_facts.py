@@ -15,9 +15,9 @@ def measured_on() -> str:
 
 
 def borrowed() -> str | None:
-    """Return why the launch configurations in use are those of another GPU, or None."""
+    """Return why the launch configurations of another GPU are used, or None."""
     name, other = chip_of(_device()).name, measured_on()
-    return None if name == other else f"launch configurations were not measured on {name}: those of {other} are used"
+    return None if name == other else f"no launch configurations were measured on {name}: the file of {other} is used"
 
 
 def _device() -> torch.device:

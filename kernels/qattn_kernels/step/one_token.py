@@ -51,8 +51,8 @@ def rows_alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores
         return None
     if spec.v.smoothed or (pool.num and (scores.window or not spec.v.windowed)):
         return None
-    if any(not fmt.windowed and type(fmt).put is Format.put for fmt in (spec.k, spec.v)):
-        return None  # a format from outside, which writes whole calls only
+    if any(not fmt.windowed and not fmt.keeps("put", "write") for fmt in (spec.k, spec.v)):
+        return None
     rows = [state[name].tolist() for name in ("length", "closed", "open_start", "longest", "origin")]
     length, closed, open_start, longest, origin = (row[0] for row in rows)
     if any(row.count(row[0]) < len(row) for row in rows) or any(real != [0, 1] for real in span.tolist()):
@@ -101,7 +101,7 @@ def _quantized(
 ) -> Tokens | None:
     """Return the tokens of a call as products and formats take them, or None if a number is not finite."""
     exact, int8 = q.float().mul(scale), spec.compute.decode == "int8"
-    levels = spec.compute.decode_levels, spec.k.token_levels, spec.v.token_levels
+    levels = spec.compute.decode_levels, *map(_token_levels, (spec.k, spec.v))
     if int8 and None not in levels and q.shape[3] == v.shape[3]:  # all at once
         heads = q.shape[1], k.shape[1], v.shape[1]
         coded = int8_tokens(torch.cat([exact, k.float(), v.float()], 1), _levels(levels, heads))
@@ -115,6 +115,10 @@ def _quantized(
     sides = ((spec.k, side_of(state, "k")), (spec.v, side_of(state, "v")))
     stored = (fmt.quantize_tokens(new, side) for (fmt, side), new in zip(sides, arrivals, strict=True))
     return Tokens(exact, int8_tokens(exact, spec.compute.decode_levels) if int8 else None, *stored)
+
+
+def _token_levels(fmt: Format) -> int | None:
+    return fmt.token_levels if fmt.core.keeps("token_levels", "quantize_tokens") else None
 
 
 @lru_cache(maxsize=64)
@@ -155,7 +159,8 @@ def _stored(side: State, fmt: Format, token: Operand, spec: LayerSpec, rows: Row
     open_ = _open_tokens(side, fmt, spec, rows)
     tiles = open_.x.unflatten(2, (-1, block))
     scale = open_.scale if open_.scale is None else open_.scale.unflatten(2, (-1, block))
-    packed = fmt.read_codes(side, rows.closed) if coded and tiles.dtype == torch.int8 else None
+    whole_codes = coded and tiles.dtype == torch.int8 and fmt.keeps("read_codes", "read")
+    packed = fmt.read_codes(side, rows.closed) if whole_codes else None
     if packed is not None:
         assert scale is not None
         return Side([packed, tiles], torch.cat([packed.scale, scale], 2), None)

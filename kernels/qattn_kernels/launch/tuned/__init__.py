@@ -172,7 +172,7 @@ def _tuned_for(gpu: str, capability: tuple[int, int]) -> Tuned:
         found = next((one for one in others if one.capability == capability), read(DEFAULT))
         assert found is not None
         log.warning(
-            "launch configurations were not measured on %s: those of %s are used. `qattn bench tiles` measures them",
+            "no launch configurations were measured on %s: the file of %s is used. `qattn bench tiles` measures them",
             gpu, found.gpu,
         )  # fmt: skip
     return found
