@@ -6,8 +6,8 @@
 KL is measured as in `eval/released.py`, with a prompt and true decode steps through the packed cache. For each budget
 it measures the choice and all settings of `eval/released.py` whose bits in closed blocks fit. Each budget prints one
 JSON row: the choice, its KL, the best other setting, their ratio, and the seconds of the probe. `--tune` adds a row
-with the seconds of `qattn tune` for this number of bits, the second at which each phase began, and the KL of its
-recipe.
+for each number of bits with the seconds of `qattn tune`, the second at which each phase began, the KL of its recipe,
+and the best other setting that fits. These bits count everything at 4,096 tokens, as the command does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ import torch
 from released import SHAPES, Model, Task, against, figures, load, log_probabilities
 
 from qattn_hf import patch, report, unpatch
-from qattn_hf.compare import find_recipes, made_text, parted, read_as, rows_of
+from qattn_hf.attention.observe import packed_layers
+from qattn_hf.cache.sizes import layer_bytes, values_of
+from qattn_hf.cli.tune import texts
+from qattn_hf.compare import find_recipes, read_as
 from qattn_hf.methods import measured_settings
+from qattn_hf.model.device import device_of
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.tune import Budget, tune
+from qattn_kernels.layout import Geometry
 
-ROWS, CHECK_ROWS, TOKENS, BATCH = 4, 8, 1024, 32  # as the command's
+ROWS, CHECK_ROWS, TOKENS, BATCH, AT_TOKENS = 4, 8, 1024, 32, 4096  # as the command's
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,8 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
         for bits in options.bits:
             row = chosen(model, bits, full, options.prompt, known)
             print(json.dumps({"model": model.name, "bits_at_most": bits, **row}), flush=True)
-        if options.tune is not None:
-            print(json.dumps({"model": model.name, **tuned(model, options.tune, full, options.prompt)}), flush=True)
+        for bits in options.tune:
+            row = tuned(model, bits, full, options.prompt, known)
+            print(json.dumps({"model": model.name, "tune_bits": bits, **row}), flush=True)
 
 
 def _settings(options: argparse.Namespace) -> list[str]:
@@ -76,13 +84,12 @@ def chosen(model: Model, bits: float, full: torch.Tensor, prompt: int, known: di
     }
 
 
-def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[str, Any]:
-    """The row of `qattn tune` over the settings that it tries by default, on a made text."""
+def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int, known: dict[str, Any]) -> dict[str, Any]:
+    """The row of `qattn tune` as the command runs by default, without a file of text."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model.module.config.name_or_path)
-    ids = rows_of(tokenizer, made_text(8 * (ROWS + CHECK_ROWS) * TOKENS), ROWS + CHECK_ROWS, TOKENS)
-    decide, check = parted(ids, ROWS)
+    decide, check = texts(tokenizer, None, None, ROWS, CHECK_ROWS, TOKENS)
     calls: list[int] = []
     counted = model.module.register_forward_pre_hook(lambda *_: calls.append(1))
     phases: dict[str, float] = {}
@@ -96,7 +103,7 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[st
         find_recipes(measured_settings("tune")),
         read_as(decide, batch=BATCH),
         read_as(check, steps=64, batch=BATCH),
-        Budget(bits=bits),
+        Budget(bits=bits, at_tokens=AT_TOKENS),
         references=find_recipes(["turbo:bits=mixed"]),
         progress=progress,
     )
@@ -105,9 +112,32 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[st
     patch(model.module, recipe=found.recipe)
     row = against(model, full, prompt)
     unpatch(model.module)
+    sizes = {
+        setting: bits_total(model, find_recipe(setting, None, {})) for setting, one in known.items() if "kl" in one
+    }
+    best = min((s for s, size in sizes.items() if size <= bits), key=lambda setting: known[setting]["kl"], default=None)
+    row |= {"bits_total": bits_total(model, found.recipe), "best": best, "best_kl": known[best]["kl"] if best else None}
     counts = {"forwards": len(calls), "trials": len(found.trials), "tried": sum(t["measured"] for t in found.trials)}
     times = {"tune_seconds": round(seconds, 1), "phases": phases}
-    return {"tune_bits": bits, **times, **counts, **row, "recipe": found.recipe.as_yaml()}
+    return {**times, **counts, **row, "recipe": found.recipe.as_yaml()}
+
+
+def bits_total(model: Model, recipe: Recipe) -> float:
+    """The bits per value of the packed layers for a row of 4,096 tokens, everything counted."""
+    config, dtype = model.module.config, model.module.dtype
+    specs = recipe.for_model(config).layer_specs(config, device_of(model.module).type)
+    n_bytes = values = 0
+    for layer in packed_layers(model.module):
+        heads = head_sizes(config, layer)
+        geometry = Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, dtype)
+        n_bytes += layer_bytes(specs[layer], geometry, AT_TOKENS, dtype)
+        values += values_of(geometry, AT_TOKENS)
+    return round(8 * n_bytes / values, 3)
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of an option, with commas between them."""
+    return [float(one) for one in text.split(",") if one]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -115,16 +145,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="patch(model, bits=...) compared with the best recorded setting.")
     parser.add_argument("folders", nargs="+", help="folders that from_pretrained loads")
     parser.add_argument("--text", type=Path, required=True, help="plain text to read, such as WikiText-2's test part")
-    parser.add_argument(
-        "--bits", type=lambda text: [float(one) for one in text.split(",")], default=[2.5, 3.5, 4.5, 8.0]
-    )
+    parser.add_argument("--bits", type=numbers, default=[2.5, 3.5, 4.5, 8.0])
     parser.add_argument(
         "--methods", default="", help="settings to compare with, ; between; default: all of released.py"
     )
     parser.add_argument("--rows", type=int, default=shape["rows"], help="rows of the text")
     parser.add_argument("--prompt", type=int, default=3072, help="tokens of a row that are read at once")
     parser.add_argument("--steps", type=int, default=128, help="tokens after them, each a step")
-    parser.add_argument("--tune", type=float, help="bits for `qattn tune`; left out if not given")
+    parser.add_argument("--tune", type=numbers, default=[], help="bits for `qattn tune`, such as 3.5,4.5")
     return parser.parse_args(arguments)
 
 

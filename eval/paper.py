@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="A table or figure of a paper, next to our figures.")
     made.add_argument("name", help="of a table, or list")
     made.add_argument("--model", help="folder, hub name, or demo; by default the paper's")
-    made.add_argument("--text", type=Path, help="what is read; made sums and lists by default")
+    made.add_argument("--text", type=Path, help="what is read; made_text by default")
     made.add_argument("--rows", type=int, default=8, help="of the text")
     made.add_argument("--tokens", type=int, default=1024, help="of a row")
     made.add_argument("--chunk", type=int, default=61, help="tokens of a call")

@@ -43,7 +43,7 @@ MADE = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
 CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LONGEST = 40  # words of a sentence on a page; lists of names need about that many
 # This list, and texts that models read: stories and prompts.
-LEFT = {"tests/test_prose.py", "qattn_hf/cli/_prompts.py", "qattn_hf/choosing/text.py", "qattn_hf/assets/demo_tasks.py"}
+LEFT = {"tests/test_prose.py", "qattn_hf/cli/_prompts.py", "qattn_hf/assets/prose.py", "qattn_hf/assets/demo_tasks.py"}
 FOLDERS = ("qattn_hf", "kernels", "eval", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 

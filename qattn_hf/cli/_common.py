@@ -153,7 +153,7 @@ OutputOption = Annotated[
 WideOption = Annotated[bool, typer.Option("--wide", help="Print all columns of the table, and fold none.")]
 PictureOption = Annotated[Path | None, typer.Option("--picture", help="PNG file for a picture. Needs matplotlib.")]
 TextOption = Annotated[
-    Path | None, typer.Option("--text", help="Text file to read.", show_default="generated sums and lists")
+    Path | None, typer.Option("--text", help="Text file to read.", show_default="generated prose, sums and lists")
 ]
 RowsOption = Annotated[int, typer.Option("--rows", min=1, help="Rows of the text.")]
 TokensOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row. The last two thirds are scored.")]
@@ -187,7 +187,7 @@ def read_text(path: Path) -> str:
 
 
 def text_or_made(path: Path | None, tokens: int) -> str:
-    """Return the text of `--text`, or generated sums and lists of at least `tokens` tokens."""
+    """Return the text of `--text`, or a generated text of at least `tokens` tokens."""
     from qattn_hf.compare import made_text
 
     # a token of the generated text has fewer than eight characters on average

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.assets import demo_tasks
+from qattn_hf.assets import demo_tasks, prose
 from qattn_hf.errors import QAttnError
 from qattn_hf.model.device import device_of
 from qattn_hf.reading.chunks import CHUNK, cuts, feed
@@ -91,12 +92,17 @@ def parted(ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def made_text(characters: int, seed: int = 0) -> str:
-    """Generate a text of about `characters` characters, used if no file is given: word sums, and lists to recall."""
+    """Generate a text of at least `characters` characters, used if no file is given.
+
+    Paragraphs of prose and code in random order alternate with word sums and lists to recall. Sums and lists alone
+    would hide losses: models are so sure of their tokens that even 2 bits seem to cost nothing."""
     rng, parts, length = random.Random(seed), [], 0
+    prompts = itertools.cycle((lambda: demo_tasks.few_shot(rng, shots=4), lambda: demo_tasks.recall(rng, n=20)))
+    paragraphs: list[str] = []
     while length < characters:
-        for prompt, answer in (demo_tasks.few_shot(rng, shots=4), demo_tasks.recall(rng, n=20)):
-            parts.append(f"{prompt} {answer}")
-            length += len(parts[-1])
+        paragraphs = paragraphs or rng.sample(every := prose.TEXT.split("\n\n"), len(every))
+        parts += [paragraphs.pop(), " ".join(next(prompts)())]
+        length += len(parts[-2]) + len(parts[-1])
     return "\n\n".join(parts)
 
 
