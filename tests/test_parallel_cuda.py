@@ -69,6 +69,7 @@ def test_a_model_split_by_tensor_parallelism(tmp_path: Path, settings: dict[str,
     [found] = split(tmp_path, "turbo", settings)
     logits, held = whole(model.cuda(), "turbo", settings)
     assert found["impl"] == held["impl"] == "triton" and found["packed_tokens"] == held["packed_tokens"] > 0
+    assert found["decode"] == held["decode"] == "graph", "collectives are captured with the step"
     assert abs(found["kv_bytes"] / held["kv_bytes"] - 0.5) < 0.05
     # sums over processes are added in another order, and codes may fall to the other side of a rounding
     torch.testing.assert_close(torch.tensor(found["logits"]), logits, atol=5e-3, rtol=0)

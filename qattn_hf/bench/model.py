@@ -62,16 +62,16 @@ def model_of_config(source: str, device: torch.device, dtype: torch.dtype | None
 
 def _random(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device(device):
-        return _ready(AutoModelForCausalLM.from_config(config, dtype=dtype))  # attends by SDPA if the model supports it
+        return ready(AutoModelForCausalLM.from_config(config, dtype=dtype))  # attends by SDPA if the model supports it
 
 
 def load_model(source: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load a model from a folder or the hub for benchmarks, without end tokens. A `dtype` of None keeps its dtype."""
     made = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", attn_implementation="sdpa")
-    return _ready(made.to(device))
+    return ready(made.to(device))
 
 
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
+def ready(model: PreTrainedModel) -> PreTrainedModel:
     """Remove end tokens, so that every way generates the same number of tokens."""
     generation: Any = model.generation_config
     generation.eos_token_id, generation.pad_token_id = None, 0

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from qattn_hf.model.device import device_of, modules
-from qattn_hf.model.tensor_parallel import shard_of
 
 Result = TypeVar("Result")
 
@@ -33,8 +32,6 @@ def refusal(reason: str, setting: str = "graph") -> str:
 
 def why_not(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's decode steps cannot be captured; None if nothing before a run forbids it."""
-    if shard_of(model).size > 1:
-        return "the model is split over several processes, and each packs and reports its own heads"
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) - devices:
         return "its weights are on several devices"
