@@ -65,7 +65,7 @@ def shares(config: Any, gpus: int) -> dict[int, int]:
     """Return the bytes of weights for each GPU, so that the layers are spread evenly."""
     with torch.device("meta"):
         weights = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters()) * 2
-    return {gpu: int(weights / gpus * 1.1) for gpu in range(gpus)}
+    return {gpu: int(weights / gpus * 1.25) for gpu in range(gpus)}
 
 
 def point(text: str) -> Point:

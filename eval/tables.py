@@ -22,6 +22,7 @@ import gpu_tables
 import overview_table
 import paper_tables
 import quality_tables
+import several_gpu_tables
 import small_gpu_tables
 import speed_tables
 import task_tables
@@ -46,6 +47,7 @@ PAGES = {
     "size": ("bits*", "plan-check"),
     "gpus": ("gpus",),
     "small-gpus": ("small-gpus",),
+    "several-gpus": ("several-gpus", "move-prefix"),
 }
 
 
@@ -71,7 +73,8 @@ def _conditions(results: Path, page: str) -> str:
 
 
 DECLARED = (
-    overview_table, quality_tables, speed_tables, small_gpu_tables, task_tables, paper_tables, type_tables, gpu_tables,
+    overview_table, quality_tables, speed_tables, small_gpu_tables, several_gpu_tables, task_tables, paper_tables,
+    type_tables, gpu_tables,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     **{table.name: table for module in DECLARED for table in module.TABLES},

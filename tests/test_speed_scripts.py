@@ -104,3 +104,27 @@ def test_methods_are_timed_in_turn_beside_the_first(script, capsys):
     assert rows[0]["ratio"] == 1 and rows[1]["ratio_low"] <= rows[1]["ratio"] <= rows[1]["ratio_high"]
     with pytest.raises(SystemExit):
         decode_in_turn.main(["--rounds", "1"])
+
+
+def test_generate_is_timed_on_one_gpu_and_on_several(script, capsys, tmp_path):
+    """A CPU takes the place of one GPU. `tests/test_parallel_cuda.py` splits models."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    ways = ["--way", "DynamicCache", "--way", "turbo eager"]
+    script("several_gpus").main([str(tmp_path / "config.json"), "--point", "1x100", *ways, "--new-tokens", "4"])
+    stock, packed = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    assert stock["gpus"] == packed["gpus"] == 1 and stock["split"] == packed["split"] == "none"
+    assert packed["impl"] == "reference" and stock["ms_per_token"] > 0
+    assert script("several_gpus").shares(script("several_gpus").AutoConfig.from_pretrained(tmp_path), 2)[1] > 0
+
+
+def test_a_prefix_is_moved(script, capsys, tmp_path):
+    from qattn_hf.bench.model import TINY
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", **TINY}))
+    script("move_prefix").main([str(config), "--tokens", "400", "--folder", str(tmp_path), "--method", "turbo"])
+    row = json.loads(capsys.readouterr().out)
+    assert row["bytes"] > 400 * row["bytes_per_token"] - 400 > 0 and row["load_s"] > 0 and row["save_s"] > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
