@@ -18,7 +18,7 @@ import torch
 from helpers import random_ids
 from transformers import AutoModelForCausalLM
 
-from qattn_hf import RecipeError, patch, report
+from qattn_hf import RecipeError, patch, release, report
 
 
 def main(folder: str, method: str, settings: str, tokens: str) -> None:
@@ -27,6 +27,8 @@ def main(folder: str, method: str, settings: str, tokens: str) -> None:
         found = generated(model, method, chosen, int(tokens))
         if torch.distributed.get_rank() == 0:
             print(json.dumps(found), flush=True)
+    if hasattr(model, "_qattn"):
+        release(model)  # captured steps hold the communicator
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

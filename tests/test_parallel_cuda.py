@@ -62,14 +62,14 @@ def test_a_layer_on_another_gpu_reads_keys_that_it_shares(sliding: str):
     assert torch.equal(got.cpu(), want.cpu())
 
 
-@pytest.mark.parametrize("settings", [{}, LISTS], ids=["4 bits", "lists of heads"])
+@pytest.mark.parametrize("settings", [{}, LISTS, {"decode": "graph"}], ids=["4 bits", "lists of heads", "captured"])
 def test_a_model_split_by_tensor_parallelism(tmp_path: Path, settings: dict[str, Any]):
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=98)
     model.save_pretrained(tmp_path)
     [found] = split(tmp_path, "turbo", settings)
     logits, held = whole(model.cuda(), "turbo", settings)
     assert found["impl"] == held["impl"] == "triton" and found["packed_tokens"] == held["packed_tokens"] > 0
-    assert found["decode"] == held["decode"] == "graph", "collectives are captured with the step"
+    assert found["decode"] == settings.get("decode", "eager"), "collectives are captured with the step only if asked"
     assert abs(found["kv_bytes"] / held["kv_bytes"] - 0.5) < 0.05
     # sums over processes are added in another order, and codes may fall to the other side of a rounding
     torch.testing.assert_close(torch.tensor(found["logits"]), logits, atol=5e-3, rtol=0)

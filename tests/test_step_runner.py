@@ -9,7 +9,8 @@ from transformers import CompileConfig
 from transformers.generation import GenerationMode as Mode
 
 from qattn_hf import patch
-from qattn_hf.generate.step_runner import NOT_ASKED, Call, step_runner
+from qattn_hf.generate.step_runner import NOT_ASKED, Call, runner_of_model, step_runner
+from qattn_hf.model.tensor_parallel import Shard
 
 CONFIG = CompileConfig()
 CASES: list[tuple[str, Call, tuple[str, str | None]]] = [
@@ -37,3 +38,14 @@ def test_a_model_that_exits_early_runs_eagerly(fake: FakeGraphs):
     model = patch(tiny_llama(), "turbo")
     model.config.num_hidden_layers -= 1
     assert step_runner(model, Call()) == ("eager", "it exits early, to draft for itself")
+
+
+def test_a_split_model_is_captured_only_if_asked(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
+    """A captured step holds the communicator, and `destroy_process_group` would wait for it."""
+    model = tiny_llama()
+    monkeypatch.setattr("qattn_hf.generate.step_runner.shard_of", lambda model: Shard(0, 2))
+    how, why = runner_of_model(model, "auto")
+    assert how == "eager" and "release(model)" in str(why)
+    assert runner_of_model(model, "graph") == ("graph", None)
+    compiled = runner_of_model(model, "compile")
+    assert compiled.how == "compile" and not compiled.captures

@@ -22,9 +22,15 @@ from qattn_hf.generate.patched import Runner, patch_of
 from qattn_hf.model._compat import CACHE
 from qattn_hf.model.bound_method import BoundMethod
 from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec
+from qattn_hf.model.tensor_parallel import shard_of
 
 NOT_ASKED = "transformers did not ask for a compiled call"
 ONE_KIND_EACH = "no two decode steps had the same kind of inputs"
+# NCCL waits for captured steps to be freed before it ends a communicator, so capture is not the default here.
+SPLIT = (
+    "the model is split over processes, whose communicator a captured step would hold: decode='graph' captures steps, "
+    "and release(model) frees them before destroy_process_group()"
+)
 # Modes that call the model directly, and modes that ask for its compiled call
 DIRECT = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
 ASKING = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -60,6 +66,8 @@ def runner_of_model(
         return Runner("eager")
     moving = _moving(own) if own else None
     reason = moving or capture.why_not(model)
+    if reason is None and setting != "graph" and shard_of(model).size > 1:
+        reason = SPLIT
     if setting == "compile" and moving is None:
         return Runner("compile", reason)
     if reason is None:
