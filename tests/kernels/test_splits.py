@@ -11,14 +11,14 @@ from qattn_hf.methods import get_method, list_methods
 from qattn_kernels.chip import DEFAULT, H200, Chip
 from qattn_kernels.launch.constants import sizes_of
 from qattn_kernels.launch.tuned import tuned_for
-from qattn_kernels.ops.decode.table import choose, plan
+from qattn_kernels.ops.decode.table import choose, shares_of
 
 TUNED = tuned_for(H200).decode
 
 
 @given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]), st.integers(0, 2))
 def test_programs_come_in_whole_waves(places: int, heads: int, block: int, open_programs: int):
-    few, many, long, _ = plan(places, heads, block, open_programs, TUNED)
+    few, many, long, _ = shares_of(places, heads, block, open_programs, TUNED)
     assert 1 <= few <= TUNED.most and few <= many and long * block in (TUNED.long, TUNED.long // 2)
     if few < TUNED.most and heads <= TUNED.whole * places:
         waves = -(-few * heads // places)
@@ -36,9 +36,9 @@ def test_programs_come_in_whole_waves(places: int, heads: int, block: int, open_
 def test_a_smaller_gpu_runs_fewer_at_once(method: str):
     spec = get_method(method)().last_layer_spec(8)
     size = sizes_of(spec, 8, 4, 128, 1, spec.compute.decode == "int8", False, False)
-    large, small = (choose(size, spec, torch.bfloat16, 4, chip).plan for chip in (H200, Chip(40, 100 * 1024)))
+    large, small = (choose(size, spec, torch.bfloat16, 4, chip).shares for chip in (H200, Chip(40, 100 * 1024)))
     assert small[0] < large[0] and small[2:] == large[2:]
-    assert large == choose(size, spec, torch.bfloat16, 4, H200).plan
+    assert large == choose(size, spec, torch.bfloat16, 4, H200).shares
 
 
 def test_a_gpu_that_was_not_measured_is_named_once(caplog: pytest.LogCaptureFixture):

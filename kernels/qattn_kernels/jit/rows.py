@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels import layout
-from qattn_kernels.layout import Row, RowState
+from qattn_kernels.layout import BlockState, Row, RowState
 
 ROW_FIELDS, OVERFLOW = tl.constexpr(layout.ROW_FIELDS), tl.constexpr(layout.ROW_OVERFLOW)
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
@@ -129,11 +129,11 @@ def slot_bits(dropped, slot):
 
 
 @triton.jit
-def commit_row(ROWS, STATE, row, b, B, columns, C: tl.constexpr):
+def commit_row(ROWS, LAYER, row, b, B, columns, C: tl.constexpr):
     """Store the row's new lengths. Kernels after the append read `ROWS` instead.
 
     All loads come first, so that they overlap."""
-    state = RowState(*STATE)
+    state = RowState(*LAYER.rows)
     length, longest = row.length + row.count, tl.load(state.longest + b)
     overflow, overflowed = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW), tl.load(state.overflow + b)
     columns_seen = tl.load(state.columns_seen)
@@ -163,11 +163,12 @@ def flip_bits(flags, slot, where):
 
 
 @triton.jit
-def settle_sinks(TABLE, DROPPED, PAGES, row, b, h, NB, C: tl.constexpr):
+def settle_sinks(LAYER, row, b, h, NB, C: tl.constexpr):
     """Update the bits of `dropped` from the sink table at the end of a call, when every program has read the old
     bits."""
     if row.closing > 0:
         e = (b * C.H + h).to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
-        changed = (tl.load(TABLE.born + e) > row.closed) ^ (tl.load(TABLE.written + e) > row.closed)
-        slot = tl.load(TABLE.slot + e)
-        flip_bits(first_bits(DROPPED, PAGES, b, h, NB, C), slot, changed)
+        table = LAYER.sinks.table
+        changed = (tl.load(table.born + e) > row.closed) ^ (tl.load(table.written + e) > row.closed)
+        slot = tl.load(table.slot + e)
+        flip_bits(first_bits(BlockState(*LAYER.blocks).dropped, LAYER.pages, b, h, NB, C), slot, changed)

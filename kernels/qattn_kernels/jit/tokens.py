@@ -121,16 +121,9 @@ def with_ring(S, code, scale, pos, old, bh, SIDE: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
-def chosen_bits(CHOSEN, open_blocks, bh, j, C: tl.constexpr):
-    """Return the pointer to the bits of block `j` of the open span that mark the sink pool's tokens; unused without a
-    pool."""
-    return CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8)
-
-
-@triton.jit
-def row_before(STATE, SPANS, span_stride, b, NB, C: tl.constexpr):
+def row_before(LAYER, SPANS, span_stride, b, NB, C: tl.constexpr):
     """Return the `Row` of `b` from the state and the call's mask. `count` is limited to the free capacity."""
-    state = RowState(*STATE)
+    state = RowState(*LAYER.rows)
     length, closed, open_start = tl.load(state.length + b), tl.load(state.closed + b), tl.load(state.open_start + b)
     first, count = tl.load(SPANS + b * span_stride), tl.load(SPANS + b * span_stride + 1)
     room = (NB - closed) * C.BLOCK - (length - open_start)

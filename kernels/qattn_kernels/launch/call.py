@@ -47,6 +47,26 @@ class SinkTensors(NamedTuple):
     chosen: Any = None
 
 
+class LayerTensors(NamedTuple):
+    """The state of a layer, as kernels take it.
+
+    Attributes:
+        rows, blocks: the fields of a `RowState` and of a `BlockState`.
+        k, v: tensors of the two sides.
+        k_mean: fp32 `[B, H, D]`, mean keys of the rows; a placeholder without smoothing.
+        sinks: the `SinkTensors`.
+        pages: the page table of a page pool, see `jit.rows.block_at`; else None.
+    """
+
+    rows: Any
+    blocks: Any
+    k: Any
+    v: Any
+    k_mean: Any
+    sinks: Any
+    pages: Any
+
+
 class Call(NamedTuple):
     """One call of the operator.
 
@@ -108,26 +128,23 @@ class Call(NamedTuple):
         return key, self.value, self.key.stride()[:3], self.value.stride()[:3]
 
     @property
+    def layer(self) -> LayerTensors:
+        """The layer's tensors, with rows and blocks as plain tuples."""
+        rows, blocks = (tuple([self.state[name] for name in kind._fields]) for kind in (RowState, BlockState))
+        return LayerTensors(rows, blocks, self.k, self.v, self.k_mean, self.sinks, self.pages)
+
+    @property
     def spans(self) -> tuple:
         """The call's mask and its row stride; the stride is 0 if one row serves all."""
         return self.span, 0 if self.span.shape[0] == 1 else self.span.stride(0)
 
-    @property
-    def picked(self) -> tuple:
-        """Bits of the tokens that the sink pool takes, and the number of blocks in the open span; unused without a
-        pool."""
-        chosen = self.sinks.chosen
-        return (self.state["dropped"], 0) if chosen is None else (chosen, chosen.shape[2])
 
-    @property
-    def row_state(self) -> tuple:
-        """A `RowState` as a plain tuple."""
-        return tuple([self.state[name] for name in RowState._fields])
-
-    @property
-    def block_state(self) -> tuple:
-        """A `BlockState` as a plain tuple."""
-        return tuple([self.state[name] for name in BlockState._fields])
+def _multiplies_int8(spec: LayerSpec, short: bool) -> bool:
+    """Return whether products of a short or long call are INT8."""
+    if not short:
+        return spec.compute.prefill == "int8"
+    splits = not spec.latent and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
+    return splits or spec.compute.decode == "int8"
 
 
 def make_call(step: Step) -> Call:
@@ -136,9 +153,7 @@ def make_call(step: Step) -> Call:
     state, spec, scores, table = step.memory.state, step.memory.spec, step.scores, step.memory.table
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
-    int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
-    int8 |= short and not spec.latent and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
-    columns = tokens if short else 1
+    int8, columns = _multiplies_int8(spec, short), tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0, scores.window < 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
     if table is not None:

@@ -51,7 +51,8 @@ class UnpackedKV(NamedTuple):
 
 
 class UnpackedTensors(NamedTuple):
-    """The fields of an `UnpackedKV` that unpacking kernels write. Missing scales are placeholders."""
+    """The fields of an `UnpackedKV` that unpacking kernels write, and its `slots` per head. Missing scales are
+    placeholders."""
 
     k: Any
     k_scale: Any
@@ -59,6 +60,7 @@ class UnpackedTensors(NamedTuple):
     v_scale: Any
     bias: Any
     pos: Any
+    slots: Any
 
 
 def tensors(unpacked: UnpackedKV) -> tuple:
@@ -68,4 +70,4 @@ def tensors(unpacked: UnpackedKV) -> tuple:
     those."""
     k_scale = unpacked.bias if unpacked.k_scale is None else unpacked.k_scale
     v_scale = unpacked.bias if unpacked.v_scale is None else unpacked.v_scale
-    return unpacked.k, k_scale, unpacked.v, v_scale, unpacked.bias, unpacked.pos
+    return unpacked.k, k_scale, unpacked.v, v_scale, unpacked.bias, unpacked.pos, unpacked.pos.shape[1]

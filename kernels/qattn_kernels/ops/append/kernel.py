@@ -18,7 +18,6 @@ import triton.language as tl
 from qattn_kernels.formats.contract import Slot, Tokens
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, bits_at, block_at, first_bits, slot_bits, store_row
 from qattn_kernels.jit.tokens import Source, checked_tokens, from_ring, load_new, new_tokens, ring_codes, row_before
-from qattn_kernels.launch.call import SinkTensors
 from qattn_kernels.layout import BlockState, RowState
 from qattn_kernels.ops.append.ranking import Masks, ranked_place
 from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
@@ -257,26 +256,26 @@ def _early_token(source, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.c
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB", "T", "parts"])
-def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS, ROWS, PAGES, NB, QUERIES, T, parts,
-                 K_CODEC, V_CODEC, NEW: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts, K_CODEC, V_CODEC, NEW: tl.constexpr,
+                 EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Append up to `NEW` tokens and pack full blocks. One program per (head, row, part of a block of the open span).
 
     The decode commits the row lengths. The sink pool competes with the one block that the call closes, and records for
     the decode which tokens it moves (`sink_pool.kernel.moved_tokens`).
 
     Args:
-        SOURCE, STATE, BLOCKS, SINKS, K_CODEC, V_CODEC: fields of a `Source`, `RowState`, `BlockState`, `SinkTensors`
-            and two `Codec`.
-        SPANS: int32, the call's mask: first real column and count of each row's new tokens. PAGES: see `block_at`.
+        SOURCE, K_CODEC, V_CODEC: fields of a `Source` and of two `Codec`.
+        SPANS: int32, the call's mask: first real column and count of each row's new tokens.
+        LAYER: the `launch.call.LayerTensors`. ROWS: int32 `[B, ROW_FIELDS]`, receives each `Row` before the call.
         QUERIES: of `T` tokens, if keys are rotated. The last program of a head and row rotates them (`rotate_queries`).
         parts: programs per block: 1, or 2 to split keys from values. Key programs take longest, so they start first.
         EARLY: the call has one token, and every program loads it at once.
     """
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
-    source, blocks = Source(*SOURCE), BlockState(*BLOCKS)
-    row = row_before(STATE, SPANS, span_stride, b, NB, C)
-    longest = tl.load(RowState(*STATE).longest + b)
+    source, blocks, K, V = Source(*SOURCE), BlockState(*LAYER.blocks), LAYER.k, LAYER.v
+    row = row_before(LAYER, SPANS, span_stride, b, NB, C)
+    longest = tl.load(RowState(*LAYER.rows).longest + b)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     ROTATES: tl.constexpr = K_SIDE.ROTATION is not None or V_SIDE.ROTATION is not None
@@ -285,8 +284,8 @@ def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS,
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
     used = (start < length + count) & (index < NB)  # stay inside the arenas
-    home = _home(PAGES, b, index, NB, C)
-    flags = _flags(blocks.dropped, PAGES, b, h, index, home, NB, C)
+    home = _home(LAYER.pages, b, index, NB, C)
+    flags = _flags(blocks.dropped, LAYER.pages, b, h, index, home, NB, C)
     block = Block(b, h, bh, row, index, home, start, used, (j < closing) & used, flags)
     if part == 0:
         note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
@@ -308,12 +307,12 @@ def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS,
         chosen = tl.arange(0, C.BLOCK) < 0
         if C.ENTRIES > 0:
             if block.closes & (part == 0):
-                chosen = _sinks_of(K, V, SinkTensors(*SINKS), k, v, arrivals, block, Codec(*K_CODEC), Codec(*V_CODEC),
+                chosen = _sinks_of(K, V, LAYER.sinks, k, v, arrivals, block, Codec(*K_CODEC), Codec(*V_CODEC),
                                    C)  # fmt: skip
         if part == 0:
-            _short_side(K, K_MEAN, k, arrivals, stale, chosen, source, masks, block, Codec(*K_CODEC), K_SIDE, C)
+            _short_side(K, LAYER.k_mean, k, arrivals, stale, chosen, source, masks, block, Codec(*K_CODEC), K_SIDE, C)
         if part == parts - 1:
-            _short_side(V, K_MEAN, v, arrivals, stale, chosen, source, masks, block, Codec(*V_CODEC), V_SIDE, C)
+            _short_side(V, LAYER.k_mean, v, arrivals, stale, chosen, source, masks, block, Codec(*V_CODEC), V_SIDE, C)
     if K_SIDE.ROTATION is not None:
         if i == tl.num_programs(2) - 1:
             rotate_queries(QUERIES, b, h, T, C)

@@ -39,12 +39,12 @@ def rank(call: Call) -> None:
     priorities = torch.empty((call.batch, 2, size.H), dtype=torch.float64, device=call.key.device)
     launch(
         priorities_kernel, (size.H, call.batch),
-        call.source, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, priorities, call.blocks,
-        k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form, size, **codes(size),
+        call.source, *call.spans, call.layer, priorities, call.blocks, k.quantize_tokens, k.block_form,
+        v.quantize_tokens, v.block_form, size, **codes(size),
     )  # fmt: skip
     launch(
         rank_kernel, (call.batch,),
-        *call.spans, call.row_state, call.k, call.v, priorities, call.blocks, size, **codes(size),
+        *call.spans, call.layer, priorities, call.blocks, size, **codes(size),
     )  # fmt: skip
 
 
@@ -54,8 +54,8 @@ def call_mean(call: Call) -> None:
     if call.sizes.K.SMOOTH:
         launch(
             mean_kernel, (call.sizes.H, call.batch),
-            call.source, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
-            call.blocks, jit_of(call.spec.k).quantize_tokens, call.sizes, **codes(call.sizes),
+            call.source, *call.spans, call.layer, call.call_mean, call.blocks, jit_of(call.spec.k).quantize_tokens,
+            call.sizes, **codes(call.sizes),
         )  # fmt: skip
 
 
@@ -82,8 +82,7 @@ def append(call: Call) -> None:
         queries = (call.query, call.turned, *strides, state["k.equalizer"][1] if call.sizes.K.EQUALIZED else None)
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
-        call.source, *call.spans, call.row_state, call.block_state, call.k, call.v, call.k_mean, call.sinks, call.rows,
-        call.pages, call.blocks, queries, call.tokens, parts, _codec(k), _codec(v),
+        call.source, *call.spans, call.layer, call.rows, call.blocks, queries, call.tokens, parts, _codec(k), _codec(v),
         power_of_two(call.tokens), early, call.sizes, **options,
     )  # fmt: skip
 
@@ -106,12 +105,11 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
     """
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     blocks = open_span_blocks(call.spec.window, call.tokens) + WIDEST_TILE // call.sizes.BLOCK
-    parts, options = _long_codes(call)
+    (parts, options), chosen = _long_codes(call), call.sinks.chosen
     launch(
         long_kernel, (parts * blocks, call.sizes.H, call.batch),
-        call.source, *call.spans, call.row_state, call.block_state, call.k, call.v, call.call_mean, *call.picked,
-        tensors(unpacked), call.rows, call.blocks, unpacked.pos.shape[1], _codec(k, True), _codec(v, True), parts,
-        call.sizes, **options,
+        call.source, *call.spans, call.layer, call.call_mean, tensors(unpacked), call.rows, call.blocks,
+        0 if chosen is None else chosen.shape[2], _codec(k, True), _codec(v, True), parts, call.sizes, **options,
     )  # fmt: skip
 
 
@@ -168,8 +166,8 @@ def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     launch(
         unpack_past_kernel, (min(past, call.blocks), call.sizes.H, call.batch),
-        call.row_state, call.block_state, call.k, call.v, call.k_mean, tensors(unpacked), call.blocks,
-        unpacked.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **codes(call.sizes),
+        call.layer, tensors(unpacked), call.blocks, k.locate, v.locate, k.get, v.get, call.sizes,
+        **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -182,7 +180,6 @@ def finish(call: Call, unpacked: UnpackedKV | None = None) -> None:
     tiles, heads = -(-size.RING // size.BLOCK), size.H if size.RING or factors else 1
     launch(
         finish_kernel, (max(1, tiles), heads, call.batch),
-        call.source, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.sinks.table, factors,
-        call.blocks, call.batch, call.tokens, slots, k.quantize_tokens, v.quantize_tokens, FACTORS_STEP, size,
-        **codes(call.sizes),
+        call.source, call.rows, call.layer, factors, call.blocks, call.batch, call.tokens, slots,
+        k.quantize_tokens, v.quantize_tokens, FACTORS_STEP, size, **codes(call.sizes),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from qattn_kernels.formats.contract import Slot, Tokens
 from qattn_kernels.jit.math import float_to_int8
 from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
-from qattn_kernels.jit.tokens import Source, chosen_bits, new_tokens, new_tokens_of, row_before, with_ring
+from qattn_kernels.jit.tokens import Source, new_tokens, new_tokens_of, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
 from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, own_place, to_ring
@@ -52,16 +52,15 @@ class LongBlock(NamedTuple):
     Attributes:
         source: the `Source` of the new tokens.
         nonfinite: pointer to the counts of non-finite new tokens.
-        unpacked: the `UnpackedTensors`, with `slots` slots per head.
+        unpacked: the `UnpackedTensors`.
         block: the `Block`.
-        chosen: pointer to the bits of the tokens that the sink pool takes.
+        chosen: pointer to the bits of the tokens that the sink pool takes; None without a pool.
         k_mean: mean that the call subtracts from its keys (`k_mean.mean_kernel`).
     """
 
     source: Any
     nonfinite: Any
     unpacked: Any
-    slots: Any
     block: Any
     chosen: Any
     k_mean: Any
@@ -151,7 +150,7 @@ def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, SIDE: tl.
 @triton.jit
 def _long_tokens(bad, old, new, call, WRITES: tl.constexpr, C: tl.constexpr):
     """Return the `BlockTokens` of a long call. With `WRITES`, also store their mask bits, bias and positions."""
-    block, unpacked, slots = call.block, call.unpacked, call.slots
+    block, unpacked, slots = call.block, call.unpacked, call.unpacked.slots
     index, bh, t = block.index, block.bh, tl.arange(0, C.BLOCK)
     pos, slot = block.start + t, index * C.BLOCK + t
     # bits of old tokens do not change, so one program may read them while another writes the byte
@@ -188,8 +187,8 @@ def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.c
     length, pos = block.row.length, block.start + tl.arange(0, C.BLOCK)
     old = pos < length
     new = (~old) & (pos < length + block.row.count)
-    k_side = UnpackedSide(unpacked.k, unpacked.k_scale, call.slots)
-    v_side = UnpackedSide(unpacked.v, unpacked.v_scale, call.slots)
+    k_side = UnpackedSide(unpacked.k, unpacked.k_scale, unpacked.slots)
+    v_side = UnpackedSide(unpacked.v, unpacked.v_scale, unpacked.slots)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     # Only the call's first block holds older tokens. The ring loads in another thread layout than new tokens. Merging
@@ -209,38 +208,40 @@ def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.c
         _long_part(V, call, old, new, v_side, v_codec, V_SIDE, C)
 
 
-@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
-def long_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots,
-                K_CODEC, V_CODEC, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["span_stride", "NB", "open_blocks"])
+def long_kernel(SOURCE, SPANS, span_stride, LAYER, K_MEAN, UNPACKED, ROWS, NB, open_blocks, K_CODEC, V_CODEC,
+                PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Append the tokens of a long call and pack full blocks.
 
     One program per (part of a block of the open span, head, row). Every program fills all its slots of `UNPACKED`, also
     after the row's end. `finish_kernel` writes the ring later, when every program has read it.
 
     Args:
+        K_MEAN: fp32 `[B, H, D]`, mean key that the call subtracts.
         UNPACKED: fields of an `UnpackedTensors`, ignored when `slots` is 0.
+        open_blocks: blocks of the open span for which the sink pool chose tokens.
         PARTS: programs per block: 1, or 2 to split keys from values.
-        CHOSEN: bits of sink tokens, see `jit.tokens.chosen_bits`.
-        SOURCE, SPANS, STATE, BLOCKS, ROWS: as in `kernel.short_kernel`.
+        SOURCE, SPANS, LAYER, ROWS: as in `kernel.short_kernel`.
     """
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // PARTS, i % PARTS
-    blocks, row = BlockState(*BLOCKS), row_before(STATE, SPANS, span_stride, b, NB, C)
+    blocks, row = BlockState(*LAYER.blocks), row_before(LAYER, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     index, bh, start = closed + j, b * C.H + h, open_start + j * C.BLOCK
     used = (start < length + count) & (index < NB)
-    flags, chosen = blocks.dropped + bh.to(tl.int64) * NB * (C.BLOCK // 8), chosen_bits(CHOSEN, open_blocks, bh, j, C)
+    flags, chosen = blocks.dropped + bh.to(tl.int64) * NB * (C.BLOCK // 8), None
+    if C.ENTRIES > 0:
+        chosen = LAYER.sinks.chosen + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8)
     block = Block(b, h, bh, row, index, Home(b, index, NB), start, used, (j < closing) & used, flags)
     if part == 0:
         note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
-    call = LongBlock(Source(*SOURCE), blocks.nonfinite, UnpackedTensors(*UNPACKED), slots, block, chosen, K_MEAN)
-    _long_block(K, V, call, part, Codec(*K_CODEC), Codec(*V_CODEC), PARTS, C)
+    call = LongBlock(Source(*SOURCE), blocks.nonfinite, UnpackedTensors(*UNPACKED), block, chosen, K_MEAN)
+    _long_block(LAYER.k, LAYER.v, call, part, Codec(*K_CODEC), Codec(*V_CODEC), PARTS, C)
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T"])
-def finish_kernel(SOURCE, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, slots,
-                  K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, STEP: tl.constexpr,
-                  C: tl.constexpr):  # fmt: skip
+def finish_kernel(SOURCE, ROWS, LAYER, FACTORS, NB, B, T, slots, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                  STEP: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Finish a long call after its tokens are written. One program per (tile of the ring, head, row).
 
     Every program writes the newest tokens of its ring tile. One program per head settles the sinks, and one computes
@@ -257,13 +258,13 @@ def finish_kernel(SOURCE, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, 
         k, v, bad = new_tokens(Source(*SOURCE), b, h, pos - row.length, new, row.first, C)
         k_code, k_scale = K_QUANTIZE(k)
         v_code, v_scale = V_QUANTIZE(v)
-        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, K_SIDE, C)
-        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, V_SIDE, C)
+        to_ring(LAYER.k, k_code, k_scale, pos, new, b * C.H + h, K_SIDE, C)
+        to_ring(LAYER.v, v_code, v_scale, pos, new, b * C.H + h, V_SIDE, C)
     if FACTORS is not None:
         if i == tl.num_programs(0) - 1:
             write_factors(Factors(*FACTORS), row, b * C.H + h, slots, C.BLOCK, STEP)
     if C.ENTRIES > 0:
         if i == 0:
-            settle_sinks(TABLE, DROPPED, None, row, b, h, NB, C)
+            settle_sinks(LAYER, row, b, h, NB, C)
     if (i == 0) & (h == 0):
-        commit_row(ROWS, STATE, row, b, B, T, C)
+        commit_row(ROWS, LAYER, row, b, B, T, C)

@@ -12,6 +12,7 @@ import triton.language as tl
 from qattn_kernels.formats.head_bits import number
 from qattn_kernels.jit.rows import slot_bits
 from qattn_kernels.jit.tokens import Source, new_tokens_of, row_before, with_ring
+from qattn_kernels.layout import BlockState
 from qattn_kernels.ops.sink_pool.kernel import first_sinks, key_sizes
 
 
@@ -100,40 +101,40 @@ def ranked_place(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def priorities_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
-                      K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
-                      V_BLOCK_FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def priorities_kernel(SOURCE, SPANS, span_stride, LAYER, PRIORITIES, NB, K_QUANTIZE: tl.constexpr,
+                      K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr,
+                      C: tl.constexpr):  # fmt: skip
     """Write head priorities to `PRIORITIES` fp64 `[B, 2, H]`, keys then values. One program per (head, row).
 
     Runs in long calls. Writes only ranked sides, and only rows whose first block closes."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     h, b = tl.program_id(0), tl.program_id(1)
-    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    row = row_before(LAYER, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
-        source, masks = Source(*SOURCE), Masks(DROPPED, NB)
+        source, masks = Source(*SOURCE), Masks(BlockState(*LAYER.blocks).dropped, NB)
         if K_SIDE.RANK >= 0:
-            found = _head_priority(K, source, masks, row, b, h, K_QUANTIZE, K_BLOCK_FORM, K_SIDE, C)
+            found = _head_priority(LAYER.k, source, masks, row, b, h, K_QUANTIZE, K_BLOCK_FORM, K_SIDE, C)
             tl.store(PRIORITIES + 2 * b * C.H + h, found)
         if V_SIDE.RANK >= 0:
-            found = _head_priority(V, source, masks, row, b, h, V_QUANTIZE, V_BLOCK_FORM, V_SIDE, C)
+            found = _head_priority(LAYER.v, source, masks, row, b, h, V_QUANTIZE, V_BLOCK_FORM, V_SIDE, C)
             tl.store(PRIORITIES + (2 * b + 1) * C.H + h, found)
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def rank_kernel(SPANS, span_stride, STATE, K, V, PRIORITIES, NB, C: tl.constexpr):
+def rank_kernel(SPANS, span_stride, LAYER, PRIORITIES, NB, C: tl.constexpr):
     """Store the places of all heads whose row closes its first block. One program per row, after
     `priorities_kernel`."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     b = tl.program_id(0)
-    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    row = row_before(LAYER, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
         n = tl.arange(0, triton.next_power_of_2(C.H))
         real = n < C.H
         if K_SIDE.RANK >= 0:
-            place = _places(K, tl.load(PRIORITIES + 2 * b * C.H + n, mask=real, other=0.0), C)
-            tl.store(K.head_of + b * C.H + place, n, mask=real)
+            place = _places(LAYER.k, tl.load(PRIORITIES + 2 * b * C.H + n, mask=real, other=0.0), C)
+            tl.store(LAYER.k.head_of + b * C.H + place, n, mask=real)
         if V_SIDE.RANK >= 0:
-            place = _places(V, tl.load(PRIORITIES + (2 * b + 1) * C.H + n, mask=real, other=0.0), C)
-            tl.store(V.head_of + b * C.H + place, n, mask=real)
+            place = _places(LAYER.v, tl.load(PRIORITIES + (2 * b + 1) * C.H + n, mask=real, other=0.0), C)
+            tl.store(LAYER.v.head_of + b * C.H + place, n, mask=real)

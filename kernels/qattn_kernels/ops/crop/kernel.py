@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -29,26 +31,36 @@ def _unset(TENSOR, b, NUMBERS: tl.constexpr):
         tl.store(TENSOR + b.to(tl.int64) * NUMBERS + i, zeros, mask=i < NUMBERS)
 
 
+class CropSizes(NamedTuple):
+    """Constants of `crop_kernel`: a `layout.Window`, and `WINDOWED`, whether a ring holds tokens until their block
+    closes."""
+
+    BLOCK: int
+    SPAN: int
+    RESIDUAL: int
+    HORIZON: int
+    WINDOWED: bool
+
+
 @triton.jit(do_not_specialize=["drop", "NB"])
 def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, FIXED, drop, NB, NUMBERS: tl.constexpr,
-                BY_TOKENS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, RESIDUAL: tl.constexpr,
-                HORIZON: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
+                BY_TOKENS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (row): shortens the row and its `NB` blocks by the last `drop` tokens.
 
     `FIXED`: the tensors that formats name as `fixed`, or None. Each row has `NUMBERS` values in one of them, and
-    `BY_TOKENS` says whether tokens fix it. `WINDOWED`: a ring holds tokens until their block closes."""
+    `BY_TOKENS` says whether tokens fix it. `C`: the `CropSizes`."""
     b = tl.program_id(0)
     state = RowState(*STATE)
     longest, open_start, closed = tl.load(state.longest + b), tl.load(state.open_start + b), tl.load(state.closed + b)
     origin, ring_from = tl.load(ORIGIN + b), tl.load(RING_FROM + b)
     length = tl.maximum(tl.load(state.length + b) - drop, 0)
-    reopened = origin + tl.maximum(length - origin - RESIDUAL, 0) // SPAN * SPAN
-    near = (length >= longest - HORIZON) & (length >= origin) & (reopened >= ring_from)
-    if not WINDOWED:
+    reopened = origin + tl.maximum(length - origin - C.RESIDUAL, 0) // C.SPAN * C.SPAN
+    near = (length >= longest - C.HORIZON) & (length >= origin) & (reopened >= ring_from)
+    if not C.WINDOWED:
         near = length >= 0
     cut = (~near) & (length < open_start)
     start = tl.where(near, reopened, tl.where(cut, length, open_start))
-    kept = closed - (open_start - start) // BLOCK
+    kept = closed - (open_start - start) // C.BLOCK
     i, at = tl.arange(0, BLOCKS), b.to(tl.int64) * NB
     if cut:
         kept = 0
@@ -65,7 +77,7 @@ def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, FIXED, drop, NB,
         tl.store(state.longest + b, length)
         tl.store(RING_FROM + b, length)
     for i in tl.static_range(len(NUMBERS)):
-        if length < BLOCK if BY_TOKENS[i] else kept == 0:
+        if length < C.BLOCK if BY_TOKENS[i] else kept == 0:
             _unset(FIXED[i], b, NUMBERS[i])
     tl.store(state.length + b, length)
     tl.store(state.open_start + b, start)

@@ -31,20 +31,20 @@ def crop(state: State, spec: LayerSpec, drop: int, arena: torch.Tensor, layout: 
 def _launch(state: State, spec: LayerSpec, drop: int) -> tuple[()]:
     from qattn_kernels.launch.constants import power_of_two  # imported here because it loads Triton
     from qattn_kernels.launch.launches import launch
-    from qattn_kernels.ops.crop.kernel import BLOCKS, clear_kernel, crop_kernel
+    from qattn_kernels.ops.crop.kernel import BLOCKS, CropSizes, clear_kernel, crop_kernel
 
     window, dropped = spec.window, state["dropped"]
     batch, heads, blocks, n_bytes = dropped.shape
     rows = RowState(*(state[name] for name in RowState._fields))
     by = {f"{side}.{name}": x for side, fmt in (("k", spec.k), ("v", spec.v)) for name, x in fmt.fixed.items()}
     fixed, by_tokens = tuple(state[name] for name in by), tuple(x == FixedBy.TOKENS for x in by.values())
+    windowed = spec.k.windowed or spec.v.windowed
+    size = CropSizes(window.block, window.span, window.residual, window.horizon, windowed)
     with torch.cuda.device_of(dropped):
         launch(
             crop_kernel, (batch,),
             rows, state["origin"], state["ring_from"], state["block_pos"], state["block_len"], fixed or None,
-            drop, blocks, NUMBERS=tuple(x.numel() // batch for x in fixed), BY_TOKENS=by_tokens,
-            BLOCK=window.block, SPAN=window.span, RESIDUAL=window.residual, HORIZON=window.horizon,
-            WINDOWED=spec.k.windowed or spec.v.windowed, num_warps=4,
+            drop, blocks, tuple(x.numel() // batch for x in fixed), by_tokens, size, num_warps=4,
         )  # fmt: skip
         launch(
             clear_kernel, (-(-blocks // BLOCKS.value), heads, batch),

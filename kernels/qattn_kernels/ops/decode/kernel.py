@@ -21,7 +21,6 @@ from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import commit_row, first_bits, load_row, locate, queries_end, result_column, settle_sinks
 from qattn_kernels.launch import constants
-from qattn_kernels.launch.call import SinkTensors
 from qattn_kernels.layout import BlockState
 from qattn_kernels.ops.decode.open_tokens import (
     SinkPool,
@@ -44,6 +43,7 @@ from qattn_kernels.ops.decode.parts import (
     packed_part,
 )
 from qattn_kernels.ops.decode.queries import QuerySource, load_queries, query_tile
+from qattn_kernels.ops.decode.table import Shares
 from qattn_kernels.ops.decode.weights import known_mass
 
 FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
@@ -62,23 +62,22 @@ def blocks_seen(row, NB, C: tl.constexpr):
 
 
 @triton.jit
-def blocks_per_split(blocks, splits, few, many, long, least, C: tl.constexpr):
+def blocks_per_split(blocks, splits, shares, C: tl.constexpr):
     """Return the packed blocks per split. It depends on the row's length and ignores the capacity.
 
-    `few` splits share a context, or `many` if each of the `few` would get `long` blocks or more. Every split gets at
-    least `least` blocks."""
-    sharing = tl.minimum(tl.where(blocks < few * long, few, many), splits - C.OPEN)
-    return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), least), C.TILE) * C.TILE
+    `shares`: the `table.Shares`."""
+    sharing = tl.minimum(tl.where(blocks < shares.few * shares.long, shares.few, shares.many), splits - C.OPEN)
+    return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), shares.least), C.TILE) * C.TILE
 
 
 @triton.jit
-def split_range(split, splits, row, NB, few, many, long, least, C: tl.constexpr):
+def split_range(split, splits, row, NB, shares, C: tl.constexpr):
     """Return the block range of a split: `(blocks, per_split, begin, end, used)`.
 
     `blocks` is the number of packed blocks that some query reads, `per_split` the number per split. `used` tells
     whether the split can hold a token. The first `C.OPEN` splits read open tokens instead of blocks."""
     blocks = blocks_seen(row, NB, C)
-    per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
+    per_split = blocks_per_split(blocks, splits, shares, C)
     begin = (split - C.OPEN) * per_split
     end = tl.minimum(begin + per_split, blocks)
     used = (split < C.OPEN) | (begin < end)
@@ -143,41 +142,41 @@ def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, 
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
-def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PAGES, NB, B, T, scoring, skip_limits,
-                  few, many, long, least, CODEC, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits, few, many, long, least, CODEC,
+                  STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one part of the context for up to `Q` queries. One program per (row and head, queries, split).
 
     The first splits read the ring, the next one the sink pool. Launch them first for all rows: they can take longest,
     and the merge waits for the slowest program. The other splits share a row's blocks evenly (`blocks_per_split`).
 
-    The last split has the least to do, so it commits the new lengths to `STATE`. Other programs read `ROWS`, which
+    The last split has the least to do, so it commits the new lengths to `LAYER`. Other programs read `ROWS`, which
     keeps each row as it was before the call. The mask bits cover masked tokens, and tokens that were in the sink pool
     before the call.
 
     Args:
-        QUERIES, STATE, BLOCKS, SINKS, RESULTS, scoring, CODEC: fields of a `QuerySource`, `RowState`, `BlockState`,
-            `SinkTensors`, `Results`, `Scoring` and `Codec`.
-        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call. PAGES: page table, see `jit.rows.block_at`.
-        skip_limits: tau and budget of sparse V. few, many, long, least: see `blocks_per_split`.
+        QUERIES, RESULTS, scoring, CODEC: fields of a `QuerySource`, `Results`, `Scoring` and `Codec`.
+        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
+        LAYER: the `launch.call.LayerTensors`.
+        skip_limits: tau and budget of sparse V. few, many, long, least: the `table.Shares`.
     """
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     bh, tile, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = bh // C.H, bh % C.H
-    row = load_row(ROWS, b)
+    row, K, V, PAGES = load_row(ROWS, b), LAYER.k, LAYER.v, LAYER.pages
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     _, k_head, k_low = locate(K, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
     _, v_head, v_low = locate(V, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
-    sinks, state, results = SinkTensors(*SINKS), BlockState(*BLOCKS), Results(*RESULTS)
+    sinks, state, results = LAYER.sinks, BlockState(*LAYER.blocks), Results(*RESULTS)
     pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == C.OPEN - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row.count
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
-    blocks, per_split, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
+    blocks, per_split, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least), C)
     if (split == splits - 1) & (tile == 0) & (h == 0):
-        commit_row(ROWS, STATE, row, b, B, T, C)
+        commit_row(ROWS, LAYER, row, b, B, T, C)
     if used:
         scores = Scoring(*scoring)
         query, nonfinite = query_tile(q, scores.scale, C)
@@ -195,7 +194,7 @@ def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PA
                     sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
         else:
             limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))
-            k_mean_scores = _k_mean_scores(K_MEAN, program, C)
+            k_mean_scores = _k_mean_scores(LAYER.k_mean, program, C)
             known = _sink_mass(pool, program, Codec(*CODEC), C)
             rows = 0 if C.PAGED else b * NB
             pos, length = state.block_pos + rows, state.block_len + rows
@@ -256,8 +255,8 @@ def _join(merged, parts, i, live, row, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
-def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, splits, T, few, many, long, least,
-                 CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def merge_kernel(RESULTS, ROWS, LAYER, SINKS, RESULT, LSE, NB, splits, T, few, many, long, least, CHUNK: tl.constexpr,
+                 SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Merge the splits of one query by their log-sum-exp. One program per (query, head, row).
 
     Columns without a query get zeros. Every split has read the old mask bits by now, so this kernel also updates the
@@ -266,7 +265,6 @@ def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, s
     Args:
         RESULTS: fields of a `Results`.
         SINKS: the model's learned sink logits, `[Hq]`. They add to the softmax denominator and have no token.
-        TABLE, DROPPED: the sink pool's table, and the mask bits to update from it.
         RESULT: output `[B, T, Hq, D]`. LSE: output fp32 `[B, Hq, T]`. CHUNK: splits loaded at once.
     """
     SIDE: tl.constexpr = C.V
@@ -279,10 +277,10 @@ def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, s
     first_parts = load_parts(results, base, tl.arange(0, CHUNK), splits, T, C)
     if C.ENTRIES > 0:
         if r == 0:
-            settle_sinks(TABLE, DROPPED, PAGES, row, b, h, NB, C)
+            settle_sinks(LAYER, row, b, h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
-    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, few, many, long, least, C)) + C.OPEN
+    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, Shares(few, many, long, least), C)) + C.OPEN
     merged = Parts(
         tl.full([], NOTHING, tl.float32), tl.full([], 0, tl.float32), tl.full([], 0, tl.float32),
         tl.full([SIDE.DP], 0, tl.float32),

@@ -12,7 +12,7 @@ from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
-from qattn_kernels.ops.decode.table import choose
+from qattn_kernels.ops.decode.table import Shares, choose
 
 LOG2E = math.log2(math.e)
 ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp and four warps merge at once
@@ -28,20 +28,19 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
-    results = results_of(call, tuned.plan)
+    results = results_of(call, tuned.shares)
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
     sparsity = call.spec.sparsity
     launch(
         decode_kernel, (batch * size.H, -(-rows // size.Q), results[0].shape[1]),
-        (call.turned, call.turned.stride()[:3]), call.rows, call.row_state, call.block_state, call.k, call.v,
-        call.k_mean, call.sinks, results, call.pages, call.blocks, batch, tokens, scoring(call),
-        (sparsity.tau, sparsity.budget), *tuned.plan,
+        (call.turned, call.turned.stride()[:3]), call.rows, call.layer, results, call.blocks, batch, tokens,
+        scoring(call), (sparsity.tau, sparsity.budget), *tuned.shares,
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    few = tuned.plan[1] <= ONE_WARP  # ignores the capacity, so that sums do not depend on it
+    few = tuned.shares.many <= ONE_WARP  # ignores the capacity, so that sums do not depend on it
     chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
-    return merge(call, results, tuned.plan, chunk, warps)
+    return merge(call, results, tuned.shares, chunk, warps)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:
@@ -50,9 +49,9 @@ def scoring(call: Call) -> tuple[float, float, int, float]:
     return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), call.spec.compute.sas_threshold * LOG2E
 
 
-def results_of(call: Call, plan: tuple[int, int, int, int]) -> tuple:
+def results_of(call: Call, shares: Shares) -> tuple:
     """Return a `kernel.Results` as a plain tuple, with uninitialised buffers for the partial results of all splits."""
-    (few, many, long, _), size = plan, call.sizes
+    (few, many, long, _), size = shares, call.sizes
     most = few if call.blocks < few * long else many
     shape = call.batch * size.H, min(most, call.blocks) + size.OPEN, call.tokens * size.G
     device = call.query.device
@@ -61,13 +60,7 @@ def results_of(call: Call, plan: tuple[int, int, int, int]) -> tuple:
     return out, stats, skip_counts_of(call.state) if size.SPARSE_V else None
 
 
-def merge(
-    call: Call,
-    results: tuple,
-    plan: tuple[int, int, int, int],
-    chunk: int,
-    warps: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(call: Call, results: tuple, shares: Shares, chunk: int, warps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the splits of each query by their log-sum-exp, `chunk` at once. Returns the same as `decode`."""
     scores, size, device = call.scores, call.sizes, call.query.device
     heads = size.H * size.G
@@ -75,8 +68,8 @@ def merge(
     lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
     launch(
         merge_kernel, (call.tokens * size.G, size.H, call.batch),
-        results, call.rows, lse if scores.sinks is None else scores.sinks, out, lse, call.sinks.table,
-        call.state["dropped"], call.pages, call.blocks, results[0].shape[1], call.tokens,
-        *plan, chunk, scores.sinks is not None, size, num_warps=warps, enable_fp_fusion=True,
+        results, call.rows, call.layer, lse if scores.sinks is None else scores.sinks, out, lse, call.blocks,
+        results[0].shape[1], call.tokens, *shares, chunk, scores.sinks is not None, size, num_warps=warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -4,7 +4,7 @@ too."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,17 +29,33 @@ OWN_SHARED = 2048  # typical bytes per program in addition to its tiles
 MOST_OWN_SHARED = 16 * 1024  # upper limit of those bytes: exchange between threads, and the queries
 
 
+class Shares(NamedTuple):
+    """How splits share the packed blocks of a context.
+
+    Attributes:
+        few: splits of a context.
+        many: splits of a long context, in which each of the `few` would get `long` blocks or more.
+        long: see `many`.
+        least: least blocks per split.
+    """
+
+    few: Any
+    many: Any
+    long: Any
+    least: Any
+
+
 class Launch(NamedTuple):
     """Launch configuration of a decode.
 
     Attributes:
-        plan: `(few, many, long, least)`, see `kernel.blocks_per_split`.
+        shares: how splits share a context.
         warps: warps per program.
         stages: loads in flight per program.
         registers: limit per thread, or None for the compiler's choice.
     """
 
-    plan: tuple[int, int, int, int]
+    shares: Shares
     warps: int
     stages: int
     registers: int | None
@@ -69,12 +85,12 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     # without the limit the compiler may choose 168 registers: 5 % slower at 32k on an H200 than the 226 chosen with it
     most = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
     tuned = tuned_for(chip).decode
-    shares = plan(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned)
+    shares = shares_of(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned)
     return Launch(shares, warps, stages, most)
 
 
-def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode) -> tuple[int, int, int, int]:
-    """Return `(few, many, long, least)`: how many programs share the context, see `kernel.blocks_per_split`.
+def shares_of(places: int, heads: int, block: int, open_programs: int, tuned: Decode) -> Shares:
+    """Return how many programs share the context.
 
     Fills whole waves, because a nearly empty last wave takes as long as a full one. One wave is the rule, or the fewest
     waves that use most places. A long context gets twice as many programs, so that none holds up the others. Few rows
@@ -91,8 +107,8 @@ def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode)
     few = max(1, waves * places // heads)
     if few > tuned.most:
         many = max(tuned.most, min(tuned.most_long, few - open_programs))
-        return tuned.most, many, tuned.long // 2 // block, tuned.least
-    return few, 2 * few, tuned.long // block, tuned.least
+        return Shares(tuned.most, many, tuned.long // 2 // block, tuned.least)
+    return Shares(few, 2 * few, tuned.long // block, tuned.least)
 
 
 def _tile_bytes(size: Sizes, spec: LayerSpec, dtype: torch.dtype) -> int:

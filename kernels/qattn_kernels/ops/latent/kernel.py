@@ -39,6 +39,7 @@ from qattn_kernels.ops.decode.parts import (
     Sums,
 )
 from qattn_kernels.ops.decode.queries import QuerySource
+from qattn_kernels.ops.decode.table import Shares
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials
 
@@ -237,7 +238,7 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
-def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, scoring, few, many, long, least,
+def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, many, long, least,
                          STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
                          C: tl.constexpr):  # fmt: skip
     """Program (row, queries, split): attends to one split of the context for `Q` queries.
@@ -248,11 +249,11 @@ def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, 
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
-    _, _, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
+    _, _, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least), C)
     if (split == splits - 1) & (tile == 0):
-        commit_row(ROWS, STATE, row, b, B, T, C)
+        commit_row(ROWS, LAYER, row, b, B, T, C)
     if used:
-        scores, state = Scoring(*scoring), BlockState(*BLOCKS)
+        scores, state = Scoring(*scoring), BlockState(*LAYER.blocks)
         queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
         q_pos = tl.where(real, row.length + n // C.G, -1)
         dropped = state.dropped + b.to(tl.int64) * NB * (C.BLOCK // 8)
@@ -260,11 +261,11 @@ def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, 
         sums = _nothing(F, C)
         if split < C.OPEN:
             if C.RING > 0:
-                sums = _ring_part(K, V, program, split, sums, F, C)
+                sums = _ring_part(LAYER.k, LAYER.v, program, split, sums, F, C)
         else:
             pos, length = state.block_pos + b * NB, state.block_len + b * NB
             packed = Blocks(begin, end, pos, length, None, None, None, None)
-            sums = _packed_part(K, V, program, packed, sums, K_GET, V_GET, STAGES, F, C)
+            sums = _packed_part(LAYER.k, LAYER.v, program, packed, sums, K_GET, V_GET, STAGES, F, C)
         found = Sums(sums.m, sums.l, tl.trans(sums.acc * sums.unit))
         store_split(Results(*RESULTS), b, split, splits, n, T, real, nonfinite, found, None, C)
 
@@ -309,9 +310,9 @@ def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: t
 
 
 @triton.jit(do_not_specialize=["T"])
-def latent_prefill_kernel(QUERIES, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scoring, SINK_LOGITS: tl.constexpr,
+def latent_prefill_kernel(QUERIES, ROWS, UNPACKED, SINKS, OUT, LSE, T, scoring, SINK_LOGITS: tl.constexpr,
                           STAGES: tl.constexpr, F: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (queries, row) of a long call: `Q` queries attend to `N` slots of unpacked keys and values.
+    """Program (queries, row) of a long call: `Q` queries attend to unpacked keys and values.
 
     Queries are in the order of tokens, then heads. Programs with the most slots to read start first. `OUT`:
     `[B, T, G, DV]`; `LSE`: fp32 `[B, G, T]`."""
@@ -320,7 +321,7 @@ def latent_prefill_kernel(QUERIES, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scorin
     V_SIDE: tl.constexpr = C.V
     row, scores, unpacked = load_row(ROWS, b), Scoring(*scoring), UnpackedTensors(*UNPACKED)
     n = tile * C.Q + tl.arange(0, C.Q)
-    columns = T - row.first  # the row's tokens, then padding
+    columns, N = T - row.first, unpacked.slots  # the row's tokens, then padding
     real = n // C.G < columns
     queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
     q_pos = tl.where(real, row.length + n // C.G, -1)

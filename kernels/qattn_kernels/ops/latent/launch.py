@@ -14,7 +14,7 @@ from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.ops.decode.launch import merge, results_of, scoring
-from qattn_kernels.ops.decode.table import plan
+from qattn_kernels.ops.decode.table import shares_of
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
 MERGE_WARPS = 4
@@ -54,13 +54,13 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     config = _config(size, forms)
     tiles = -(-rows // size.Q)
     places = chip.multiprocessors * config.programs
-    shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip).decode)
+    shares = shares_of(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip).decode)
     results = results_of(call, shares)
     launch(
         latent_decode_kernel, (batch, tiles, results[0].shape[1]),
-        (call.query, call.query.stride()[:3]), call.rows, call.row_state, call.block_state, call.k, call.v, results,
-        call.blocks, batch, tokens, scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get,
-        forms, size, num_warps=config.warps, enable_fp_fusion=True,
+        (call.query, call.query.stride()[:3]), call.rows, call.layer, results, call.blocks, batch, tokens,
+        scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
+        num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
     return merge(call, results, shares, FEW_SPLITS, MERGE_WARPS)
 
@@ -82,7 +82,7 @@ def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tenso
     launch(
         latent_prefill_kernel, (-(-tokens * size.G // size.Q), batch),
         (query, query.stride()[:3]), call.rows, tensors(unpacked), lse if sinks is None else sinks, out, lse, tokens,
-        unpacked.pos.shape[1], scoring(call), sinks is not None, config.stages, forms, size,
+        scoring(call), sinks is not None, config.stages, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -15,6 +15,7 @@ from qattn_kernels.layout import Window
 from qattn_kernels.ops.prefill.quantize import (
     FIELDS,
     TILE,
+    CodeSizes,
     codes_kernel,
     query_means_kernel,
     settle_kernel,
@@ -62,16 +63,7 @@ def with_codes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scale: fl
     if fp8 or (compute.pv == "int8" and unpacked.v_scale is None):
         values = _empty_values(unpacked, statistics, fp8)
     _write_codes(unpacked, keys, values, compute, spec.window)
-    made = unpacked
-    if keys is not None:
-        *_, k_mean, codes, scales = keys
-        k_mean = k_mean if compute.smooth_k else None
-        q_mean = shift = None
-        if compute.smooth_q != "none":
-            q_mean = _query_means(q, unpacked, compute)
-            shift = _shift(q_mean, unpacked.k, k_mean, scale)
-            shift = torch.nn.functional.pad(shift, (0, unpacked.bias.shape[2] - unpacked.k.shape[2]))
-        made = made._replace(k=codes, k_scale=scales, k_mean=k_mean, q_mean=q_mean, shift=shift)
+    made = unpacked if keys is None else _with_keys(q, unpacked, keys, compute, scale)
     if values is not None:
         *_, v_mean, channel, codes, scales = values
         if not fp8:
@@ -83,6 +75,18 @@ def with_codes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scale: fl
     return made
 
 
+def _with_keys(q: torch.Tensor, unpacked: UnpackedKV, keys: tuple, compute: Compute, scale: float) -> UnpackedKV:
+    """Return `unpacked` with quantized `keys`, and with the means of queries that the call subtracts."""
+    *_, k_mean, codes, scales = keys
+    k_mean = k_mean if compute.smooth_k else None
+    q_mean = shift = None
+    if compute.smooth_q != "none":
+        q_mean = _query_means(q, unpacked, compute)
+        shift = _shift(q_mean, unpacked.k, k_mean, scale)
+        shift = torch.nn.functional.pad(shift, (0, unpacked.bias.shape[2] - unpacked.k.shape[2]))
+    return unpacked._replace(k=codes, k_scale=scales, k_mean=k_mean, q_mean=q_mean, shift=shift)
+
+
 def _write_codes(
     unpacked: UnpackedKV, keys: tuple | None, values: tuple | None, compute: Compute, window: Window
 ) -> None:
@@ -90,11 +94,12 @@ def _write_codes(
     (batch, heads, slots), x = unpacked.bias.shape, unpacked.v if keys is None else unpacked.k
     sides = (keys is not None) + (values is not None)
     if sides:
+        smooth, dim = (compute.smooth_k, compute.smooth_v), x.shape[3]
+        size = CodeSizes(compute.qk_levels, compute.k_scale, *smooth, fp8_values(compute), dim, power_of_two(dim),
+                         window.block)  # fmt: skip
         launch(
             codes_kernel, (-(-slots // TILE.value), batch * heads, sides),
-            keys, values, unpacked.bias, unpacked.rows, heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale,
-            SMOOTH_K=compute.smooth_k, FP8=fp8_values(compute), SMOOTH_V=compute.smooth_v, D=x.shape[3],
-            DP=power_of_two(x.shape[3]), BLOCK=window.block, enable_fp_fusion=True,
+            keys, values, unpacked.bias, unpacked.rows, heads, slots, C=size, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -112,7 +117,7 @@ def _statistics(unpacked: UnpackedKV, compute: Compute, window: Window) -> _Stat
     stats = empty(sides, batch * heads, parts, FIELDS.value, dim)
     launch(
         stats_kernel, (parts, batch * heads, sides),
-        k, v, k.stride()[:3], v.stride()[:3], unpacked.bias, unpacked.rows, stats, heads, slots,
+        (k, k.stride()[:3]), (v, v.stride()[:3]), unpacked.bias, unpacked.rows, stats, heads, slots,
         **sizes, STEP=STEP, BLOCK=window.block, SMOOTH_V=compute.smooth_v, num_warps=8,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -74,6 +74,20 @@ class Queries(NamedTuple):
     k_mean_scores: Any
 
 
+class Columns(NamedTuple):
+    """The columns of a program's queries, `[BM]`.
+
+    Attributes:
+        to: column of the call that each result goes to.
+        inside: whether the program writes the column.
+        real: whether the column has a query.
+    """
+
+    to: Any
+    inside: Any
+    real: Any
+
+
 class Sums(NamedTuple):
     """Running state of the online softmax.
 
@@ -262,18 +276,18 @@ def _window_start(pos, slot, q_pos, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
-           cap, threshold, C: tl.constexpr):  # fmt: skip
+def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: tl.constexpr):
     """Attend with `BM` queries of one head per program.
 
-    `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean` of the `UnpackedKV`, or placeholders. `cap`: in log2."""
+    `QUERIES`: queries and strides. `KV`: a `HeadKV` of all heads, without `shift`. `scoring`: scale, cap in log2, SAS
+    threshold. `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean` of the `UnpackedKV`, or placeholders."""
+    (q, q_strides), (k, k_scale, v, bias, v_factor, pos), (scale, cap, threshold) = QUERIES, KV, scoring
     blocks = tl.cdiv(T, C.BM) + 1
     pid = tl.program_id(0)
     group = pid // C.G
     bh = group // blocks
     b, h = bh // (C.HQ // C.G), bh % (C.HQ // C.G) * C.G + pid % C.G
     row = load_row(rows, b)
-
     block = blocks - 1 - group % blocks
     t0, until = block * C.BM, row.count
     if t0 >= row.count:  # padding starts a new block, so that it shares no scale with tokens
@@ -288,12 +302,14 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
             # padding uses the mean of the last token
             part = part * tl.cdiv(T, MEAN_QUERIES) + tl.maximum(tl.minimum(t0, row.count - 1), 0) // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
-    q, lse = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, lse + (b * C.HQ + h).to(tl.int64) * T + to
-    x, unit, k_mean_scores = _queries(q, q_t, to, real, inside, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
-
+    q, lse = (
+        q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1],
+        lse + (b * C.HQ + h).to(tl.int64) * T + to,
+    )
+    x, unit, k_mean_scores = _queries(q, q_strides[2], to, real, inside, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
     base = bh.to(tl.int64) * N
     head = HeadKV(k + base * C.D, k_scale + base, v + base * C.DV, bias + base, v_factor + base,
-                     pos + b.to(tl.int64) * N, shift)  # fmt: skip
+                  pos + b.to(tl.int64) * N, shift)  # fmt: skip
     slot = row.closed * C.BLOCK + row.length - row.open_start
     end = tl.where(t0 < stop, slot + tl.minimum(stop, row.count), 0)
     plain = tl.minimum(slot + t0 + 1, end)  # every query sees all slots below
@@ -306,10 +322,8 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
         start = _window_start(head.pos, slot + tl.minimum(t0, row.count - 1), row.length + t0, C)
         main = tl.maximum(tl.cdiv(slot + stop - 1 - _reach(row.length + stop - 1, C), C.BN) * C.BN, start)
     plain = tl.maximum(plain // C.BN * C.BN, main)
-
     nothing = tl.full([C.BM], NOTHING, tl.float32)
-    acc = tl.full([C.BM, C.DVP], 0.0, tl.float32)
-    sums = Sums(acc, tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
+    sums = Sums(tl.full([C.BM, C.DVP], 0.0, tl.float32), tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
     if C.LOCAL_WINDOW:
         for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
             sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
@@ -320,18 +334,18 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
     for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
         sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
                      C.TAIL, False, True, C)  # fmt: skip
-    _finish(sums, k_mean_scores, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, inside, T,
-            C)  # fmt: skip
+    columns = Columns(to, inside, real)
+    _finish(sums, k_mean_scores, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, columns, T, C)
 
 
 @triton.jit
-def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
-            C: tl.constexpr):  # fmt: skip
+def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, columns, T, C: tl.constexpr):
     """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`.
 
     Outputs are zeros for columns without a query and for queries that see nothing; `lse` is 0 and -inf there. Where
     `lse` holds NaN on entry, outputs are NaN and `lse` ends with an arbitrary number."""
     tl.debug_barrier()
+    to, inside, real = columns
     mark = tl.load(lse, mask=inside, other=0.0)
     acc, total, top, _ = sums
     WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # value of a weight of 1

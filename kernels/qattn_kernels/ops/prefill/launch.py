@@ -33,6 +33,16 @@ def _by_row(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
     return coded and _plain(unpacked, spec, scores)
 
 
+def _block_scales(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
+    """Return whether slots of a closed block share scales; with FP8 values, whether groups of keys do."""
+    compute = spec.compute
+    if unpacked.v_channel is not None:
+        grouped = compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
+        return grouped and _plain(unpacked, spec, scores)
+    by_block = spec.k.block_scales and spec.v.block_scales
+    return by_block and unpacked.k_scale is not None and unpacked.v_scale is not None and not scores.softcap
+
+
 def with_room(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> UnpackedKV:
     """Return `unpacked` with buffers for its value factors, if values have scales and the prefill uses factors."""
     if unpacked.v_scale is None or _by_row(unpacked, spec, scores):
@@ -91,8 +101,7 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
     hq, dim, heads, dim_v = q.shape[1], q.shape[3], unpacked.k.shape[1], _value_dim(unpacked)
     k_int8, v_int8, v_fp8 = (x is not None for x in (unpacked.k_scale, unpacked.v_scale, unpacked.v_channel))
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
-    grouped = _plain(unpacked, spec, scores) and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
-    by_block, by_row = spec.k.block_scales and spec.v.block_scales, _by_row(unpacked, spec, scores)
+    by_row = _by_row(unpacked, spec, scores)
     return PrefillSizes(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else config.queries,
         BN=min(config.bn, 2 * block),
@@ -105,7 +114,7 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
         DP=dp,
         DVP=dvp,
         BLOCK=block,
-        BLOCK_SCALES=grouped if v_fp8 else by_block and k_int8 and v_int8 and not scores.softcap,
+        BLOCK_SCALES=_block_scales(unpacked, spec, scores),
         K_INT8=k_int8,
         V_INT8=v_int8,
         Q_LEVELS=float(compute.qk_levels),
@@ -168,8 +177,8 @@ def prefill(
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     launch(
         attend, (batch * hq * (-(-tokens // sizes.BM) + 1),),  # token blocks, then padding blocks: at most one more
-        q, *q.stride()[:3], unpacked.k, k_scale, unpacked.v, bias, v_factor, clean, unpacked.pos, unpacked.rows, sinks,
-        extra, out, lse, tokens, unpacked.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
+        (q, q.stride()[:3]), (unpacked.k, k_scale, unpacked.v, bias, v_factor, unpacked.pos), clean, unpacked.rows,
+        sinks, extra, out, lse, tokens, unpacked.bias.shape[2], (scores.scale, scores.softcap * LOG2E, cut), C=sizes,
         num_warps=config.warps * max(1, sizes.BM // 64), num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

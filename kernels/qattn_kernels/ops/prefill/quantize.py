@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -34,9 +36,10 @@ def _of_head(X, strides, head, heads, n):
 
 
 @triton.jit
-def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
+def _gather(SIDE, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
             DP: tl.constexpr):  # fmt: skip
     """Store the statistics of slots `first` to `end`, see `stats_kernel`. Skips unrequested ones to save registers."""
+    X, strides = SIDE
     d = tl.arange(0, DP)
     # reduce once at the end: reductions between warps are expensive
     sums, high = tl.full([TILE, DP], 0.0, tl.float32), tl.full([TILE, DP], float("-inf"), tl.float32)
@@ -66,9 +69,11 @@ def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexp
 
 
 @triton.jit
-def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr,
-                 STEP: tl.constexpr, BLOCK: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
+def stats_kernel(K, V, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
+                 BLOCK: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
     """Compute channel statistics of `STEP` slots. One program per (part of the slots, row and head, keys or values).
+
+    `K`, `V`: a tensor and its strides over rows, heads and slots.
 
     Writes fp32 `OUT` `[sides, B * H, parts, FIELDS, D]`: sum, largest and smallest value of each channel. The fourth
     field holds the count of visible tokens in channel 0, and the first masked slot in the other channels. Keys get only
@@ -77,9 +82,9 @@ def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.co
     end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
     own = OUT + ((side * tl.num_programs(1) + head) * tl.num_programs(0) + part).to(tl.int64) * (FIELDS * D)
     if side == 0:
-        _gather(K, k_strides, BIAS, own, head, heads, part * STEP, end, N, True, False, D, DP)
+        _gather(K, BIAS, own, head, heads, part * STEP, end, N, True, False, D, DP)
     else:
-        _gather(V, v_strides, BIAS, own, head, heads, part * STEP, end, N, SMOOTH_V, True, D, DP)
+        _gather(V, BIAS, own, head, heads, part * STEP, end, N, SMOOTH_V, True, D, DP)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -126,27 +131,49 @@ def _load_tile(X, strides, BIAS, MEAN, head, heads, n, N, SMOOTH: tl.constexpr, 
     return x
 
 
+class CodeSizes(NamedTuple):
+    """Constants of `codes_kernel`.
+
+    Attributes:
+        LEVELS: largest code of a key.
+        GROUP: which keys share a scale (`formats.granularity`).
+        SMOOTH_K, SMOOTH_V: subtract the mean from keys, from FP8 values.
+        FP8: values become FP8, otherwise INT8.
+        D, DP: head dim, and the next power of two.
+        BLOCK: slots per block.
+    """
+
+    LEVELS: int
+    GROUP: str
+    SMOOTH_K: bool
+    SMOOTH_V: bool
+    FP8: bool
+    D: int
+    DP: int
+    BLOCK: int
+
+
 @triton.jit
-def _write_keys(KEYS, BIAS, head, heads, n, N, LEVELS: tl.constexpr, GROUP: tl.constexpr, SMOOTH: tl.constexpr,
-                D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+def _write_keys(KEYS, BIAS, head, heads, n, N, C: tl.constexpr):
+    D: tl.constexpr = C.D
     K, strides, MEAN, CODES, SCALES = KEYS
-    at, d = head.to(tl.int64) * N + n, tl.arange(0, DP)
-    x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, SMOOTH, D, DP)
-    scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
+    at, d = head.to(tl.int64) * N + n, tl.arange(0, C.DP)
+    x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, C.SMOOTH_K, D, C.DP)
+    scale = shared(tl.max(tl.abs(x), 1), C.GROUP) * (1.0 / C.LEVELS)
     scale = short_scale(tl.where(scale < SMALLEST_NORMAL, 0.0, scale))
-    code = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None], -1.0 * LEVELS, 1.0 * LEVELS)
+    code = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None], -1.0 * C.LEVELS, 1.0 * C.LEVELS)
     tl.store(CODES + at[:, None] * D + d[None, :], float_to_int8(code), mask=(d < D)[None, :])
     tl.store(SCALES + at, scale)
 
 
 @triton.jit
-def _write_values(VALUES, BIAS, head, heads, n, N, FP8: tl.constexpr, SMOOTH: tl.constexpr, D: tl.constexpr,
-                  DP: tl.constexpr):  # fmt: skip
+def _write_values(VALUES, BIAS, head, heads, n, N, C: tl.constexpr):
+    D: tl.constexpr = C.D
     V, strides, MEAN, CHANNEL, CODES, SCALES = VALUES
-    d = tl.arange(0, DP)
-    x = _load_tile(V, strides, BIAS, MEAN, head, heads, n, N, FP8 and SMOOTH, D, DP)
+    d = tl.arange(0, C.DP)
+    x = _load_tile(V, strides, BIAS, MEAN, head, heads, n, N, C.FP8 and C.SMOOTH_V, D, C.DP)
     where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
-    if FP8:
+    if C.FP8:
         scale = tl.load(CHANNEL + head * D + d, mask=d < D, other=0.0)
         x = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[None, :], -448.0, 448.0)
         byte = rounded(x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -160,12 +187,10 @@ def _write_values(VALUES, BIAS, head, heads, n, N, FP8: tl.constexpr, SMOOTH: tl
 
 
 @triton.jit
-def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr, SMOOTH_K: tl.constexpr,
-                 FP8: tl.constexpr, SMOOTH_V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
+def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, C: tl.constexpr):
     """Quantize a tile of slots. One program per (tile of slots, row and head, keys or values).
 
-    A side that is already quantized is None.
+    A side that is already quantized is None. `C`: the `CodeSizes`.
 
     Args:
         KEYS: `(tensor, strides, mean, codes, scales)`. Writes INT8 codes `[B, H, N, D]` around the mean, and scales
@@ -175,13 +200,13 @@ def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, LEVELS: tl.constexpr, GROUP
     """
     head, side = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    if tl.program_id(0) * TILE < tl.cdiv(_end(ROWS, head // heads, BLOCK), REACH) * REACH:
+    if tl.program_id(0) * TILE < tl.cdiv(_end(ROWS, head // heads, C.BLOCK), REACH) * REACH:
         if KEYS is not None:
             if side == 0:
-                _write_keys(KEYS, BIAS, head, heads, n, N, LEVELS, GROUP, SMOOTH_K, D, DP)
+                _write_keys(KEYS, BIAS, head, heads, n, N, C)
         if VALUES is not None:
             if side == tl.num_programs(2) - 1:
-                _write_values(VALUES, BIAS, head, heads, n, N, FP8, SMOOTH_V, D, DP)
+                _write_values(VALUES, BIAS, head, heads, n, N, C)
 
 
 @triton.jit

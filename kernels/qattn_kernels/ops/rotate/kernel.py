@@ -5,15 +5,40 @@ Its results equal `reference.py` bit for bit.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from qattn_kernels.jit.rotation import butterflies, factors_of, rotate_rows
 
 
+class Turn(NamedTuple):
+    """One tensor that a launch rotates.
+
+    Attributes:
+        x, out: input and output.
+        x_strides, out_strides: their strides over rows, heads and tokens.
+        factors: fp32 `[heads / group, DIM]` that multiply the channels before the rotation, or None.
+        group: heads that share factors.
+        rows: tokens of all heads.
+        heads: heads of the tensor.
+    """
+
+    x: Any
+    out: Any
+    x_strides: Any
+    out_strides: Any
+    factors: Any
+    group: Any
+    rows: Any
+    heads: Any
+
+
 @triton.jit
-def _turn(X, OUT, x_strides, out_strides, SIGNS, FACTORS, group, rows, heads, tokens, unit, BACK: tl.constexpr,
-          DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _turn(turn, SIGNS, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
+          ROWS: tl.constexpr):  # fmt: skip
+    X, OUT, x_strides, out_strides, FACTORS, group, rows, heads = turn
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, block = n // (DIM // SIZE), n % (DIM // SIZE)
     b, h, t = row // (heads * tokens), row // tokens % heads, row % tokens
@@ -34,20 +59,16 @@ def _turn(X, OUT, x_strides, out_strides, SIGNS, FACTORS, group, rows, heads, to
 
 
 @triton.jit
-def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, FACTORS, groups, rows, heads, tokens, unit,
-                  COUNT: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
-                  ROWS: tl.constexpr):  # fmt: skip
+def rotate_kernel(TURNS, SIGNS, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+                  STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Program (tile, tensor): rotates `ROWS` blocks of `SIZE` channels. Each token of a head has `DIM // SIZE` blocks.
 
-    `X`, `OUT`: `COUNT` tensors each, with three strides per tensor. `rows`, `heads`, `groups`: one number per tensor.
-    `unit` makes the transform orthonormal. `BACK`: compute the inverse. `FACTORS`: for each tensor, fp32
-    `[heads / group, DIM]` that multiply the channels before the rotation, or None.
+    `TURNS`: a `Turn` for each tensor. `unit` makes the transform orthonormal. `BACK`: compute the inverse.
     """
-    for i in tl.static_range(COUNT):
+    for i in tl.static_range(len(TURNS)):
         if tl.program_id(1) == i:
-            if tl.program_id(0) * ROWS < rows[i] * (DIM // SIZE):
-                _turn(X[i], OUT[i], x_strides[3 * i : 3 * i + 3], out_strides[3 * i : 3 * i + 3], SIGNS, FACTORS[i],
-                      groups[i], rows[i], heads[i], tokens, unit, BACK, DIM, SIZE, STAGES, ROWS)  # fmt: skip
+            if tl.program_id(0) * ROWS < TURNS[i].rows * (DIM // SIZE):
+                _turn(TURNS[i], SIGNS, tokens, unit, BACK, DIM, SIZE, STAGES, ROWS)
 
 
 @triton.jit

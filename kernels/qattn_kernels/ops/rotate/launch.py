@@ -11,7 +11,7 @@ from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Rotation
 from qattn_kernels.launch.launches import constant, launch
 from qattn_kernels.layer.spec import Compute
-from qattn_kernels.ops.rotate.kernel import rotate_kernel
+from qattn_kernels.ops.rotate.kernel import Turn, rotate_kernel
 from qattn_kernels.ops.rotate.reference import signs
 
 NUMBERS = 2048  # values that one program rotates
@@ -38,19 +38,23 @@ def rotate(
         return []
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     out = [torch.empty_like(x) for x in given]
-    heads = tuple(x.shape[1] for x in given)
-    batch, _, tokens, dim = given[0].shape
-    rows, rotation = tuple(batch * h * tokens for h in heads), rotation_of(dim)
-    tile, scaled = NUMBERS // rotation.SIZE, tuple(factors or [None] * len(given))
-    groups = tuple(1 if by is None else h // len(by) for h, by in zip(heads, scaled, strict=True))
+    _, _, tokens, dim = given[0].shape
+    turns = tuple(_turn(*one) for one in zip(given, out, factors or [None] * len(given), strict=True))
+    rotation = rotation_of(dim)
+    tile = NUMBERS // rotation.SIZE
     launch(
-        rotate_kernel, (-(-max(rows) * (dim // rotation.SIZE) // tile), len(given)),
-        tuple(given), tuple(out), *(tuple(s for x in part for s in x.stride()[:3]) for part in (given, out)),
-        constant(signs, dim, given[0].device), scaled, groups, rows, heads, tokens, rotation.UNIT,
-        COUNT=len(given), BACK=back, DIM=dim, SIZE=rotation.SIZE, STAGES=rotation.STAGES, ROWS=tile,
+        rotate_kernel, (-(-max(turn.rows for turn in turns) * (dim // rotation.SIZE) // tile), len(given)),
+        turns, constant(signs, dim, given[0].device), tokens, rotation.UNIT,
+        BACK=back, DIM=dim, SIZE=rotation.SIZE, STAGES=rotation.STAGES, ROWS=tile,
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _turn(x: torch.Tensor, out: torch.Tensor, factors: torch.Tensor | None) -> Turn:
+    batch, heads, tokens, _ = x.shape
+    group = 1 if factors is None else heads // len(factors)
+    return Turn(x, out, x.stride()[:3], out.stride()[:3], factors, group, batch * heads * tokens, heads)
 
 
 def rotated_back(out: torch.Tensor, compute: Compute) -> torch.Tensor:

@@ -14,6 +14,7 @@ from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
 from qattn_kernels.jit.tokens import Source, from_ring, new_tokens, ring_codes, row_before, with_ring
 from qattn_kernels.launch.call import SinkTensors, Table
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
+from qattn_kernels.layout import BlockState
 
 UNDECIDED = tl.constexpr(9223372036854775807)  # larger than any entry's age
 
@@ -160,17 +161,17 @@ def fill(S, code, scale, write, bh, ENTRIES: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def sizes_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, SIZES, NB, K_QUANTIZE: tl.constexpr, C: tl.constexpr):
+def sizes_kernel(SOURCE, SPANS, span_stride, LAYER, SIZES, NB, K_QUANTIZE: tl.constexpr, C: tl.constexpr):
     """Compute `key_sizes` of all blocks that a long call closes. One program per (block of the open span, head, row).
 
     Writes `SIZES` fp64 `[B, H, blocks, BLOCK]`. The pool meets blocks one after another, but the sizes can run in
     parallel."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    row, dropped = row_before(LAYER, SPANS, span_stride, b, NB, C), BlockState(*LAYER.blocks).dropped
     if j < tl.minimum(row.closing, NB - row.closed):
         bh = b * C.H + h
-        bits = DROPPED + (bh.to(tl.int64) * NB + row.closed + j) * (C.BLOCK // 8)
-        size = key_sizes(Source(*SOURCE), K, bits, row, b, h, j, K_QUANTIZE, C)
+        bits = dropped + (bh.to(tl.int64) * NB + row.closed + j) * (C.BLOCK // 8)
+        size = key_sizes(Source(*SOURCE), LAYER.k, bits, row, b, h, j, K_QUANTIZE, C)
         at = (bh.to(tl.int64) * tl.num_programs(0) + j) * C.BLOCK
         tl.store(SIZES + at + tl.arange(0, C.BLOCK), size)
 
@@ -272,18 +273,18 @@ def compete(K, V, sinks, flags, masked, row, bh, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB", "open_blocks"])
-def pool_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, SINKS, SIZES, NB, open_blocks,
-                K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def pool_kernel(SOURCE, SPANS, span_stride, LAYER, SIZES, NB, open_blocks, K_QUANTIZE: tl.constexpr,
+                V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Let the pool compete with each block that a long call closes. One program per (head, row), before the append.
 
-    `SINKS` holds the fields of a `SinkTensors`, `SIZES` the output of `sizes_kernel`. Stores bits for the tokens taken
+    `SIZES` is the output of `sizes_kernel`. Stores bits for the tokens taken
     from the `open_blocks` blocks of the open span."""
     h, b = tl.program_id(0), tl.program_id(1)
-    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    row, dropped = row_before(LAYER, SPANS, span_stride, b, NB, C), BlockState(*LAYER.blocks).dropped
     closing = tl.minimum(row.closing, NB - row.closed)
     if closing > 0:
-        bh, t, sinks = b * C.H + h, tl.arange(0, C.BLOCK), SinkTensors(*SINKS)
-        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        bh, t, sinks = b * C.H + h, tl.arange(0, C.BLOCK), LAYER.sinks
+        flags = dropped + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         entries = load_table(sinks.table, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES))
         least = _least(entries, C)
         for j in range(0, closing):
@@ -293,7 +294,7 @@ def pool_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, SINKS, SIZES, 
             byte = sinks.chosen + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
             tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
         entries = _forget(entries, row.closed + closing - C.CROP_BLOCKS, row.closed, flags)
-        _keep_table(Source(*SOURCE), K, V, sinks, entries, row, b, h, K_QUANTIZE, V_QUANTIZE, C)
+        _keep_table(Source(*SOURCE), LAYER.k, LAYER.v, sinks, entries, row, b, h, K_QUANTIZE, V_QUANTIZE, C)
 
 
 @triton.jit
@@ -320,7 +321,7 @@ def _restore(S, X, SCALE, slot, live, bh, slots, SIDE: tl.constexpr, C: tl.const
 
 
 @triton.jit
-def restore_kernel(SINKS, UNPACKED, slots, C: tl.constexpr):
+def restore_kernel(SINKS, UNPACKED, C: tl.constexpr):
     """Write the sinks to their slots of the unpacked keys and values. One program per (head, row), before the pool
     competes."""
     K_SIDE: tl.constexpr = C.K
@@ -330,6 +331,6 @@ def restore_kernel(SINKS, UNPACKED, slots, C: tl.constexpr):
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
     slot = tl.load(sinks.table.slot + at)
     live = (tl.load(sinks.table.born + at) > 0) & (tl.load(sinks.table.written + at) == 0)
-    _restore(sinks.k, unpacked.k, unpacked.k_scale, slot, live, bh, slots, K_SIDE, C)
-    _restore(sinks.v, unpacked.v, unpacked.v_scale, slot, live, bh, slots, V_SIDE, C)
-    tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)
+    _restore(sinks.k, unpacked.k, unpacked.k_scale, slot, live, bh, unpacked.slots, K_SIDE, C)
+    _restore(sinks.v, unpacked.v, unpacked.v_scale, slot, live, bh, unpacked.slots, V_SIDE, C)
+    tl.store(unpacked.bias + bh.to(tl.int64) * unpacked.slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)

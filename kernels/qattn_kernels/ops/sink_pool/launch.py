@@ -19,19 +19,19 @@ def compete(call: Call) -> None:
     Runs before the append; does nothing without a pool. Short calls compete inside the append."""
     if call.sinks.table is None:
         return
-    size, dropped, open_blocks = call.sizes, call.state["dropped"], call.picked[1]
+    size, open_blocks = call.sizes, call.sinks.chosen.shape[2]
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     shape = (call.batch, size.H, open_blocks, size.BLOCK)
     key_sizes = torch.empty(shape, dtype=torch.float64, device=call.key.device)
     launch(
         sizes_kernel, (open_blocks, size.H, call.batch),
-        call.source, *call.spans, call.row_state, dropped, call.k, key_sizes, call.blocks, k.quantize_tokens, size,
+        call.source, *call.spans, call.layer, key_sizes, call.blocks, k.quantize_tokens, size,
         **codes(size),
     )  # fmt: skip
     launch(
         pool_kernel, (size.H, call.batch),
-        call.source, *call.spans, call.row_state, dropped, call.k, call.v, call.sinks, key_sizes, call.blocks,
-        open_blocks, k.quantize_tokens, v.quantize_tokens, size,
+        call.source, *call.spans, call.layer, key_sizes, call.blocks, open_blocks, k.quantize_tokens, v.quantize_tokens,
+        size,
         **codes(size) | {"num_warps": 4},  # no program holds a whole block in registers
     )  # fmt: skip
 
@@ -42,6 +42,6 @@ def restore(call: Call, unpacked: UnpackedKV, past: int) -> None:
     if call.sinks.table is not None and past > 0:
         launch(
             restore_kernel, (call.sizes.H, call.batch),
-            call.sinks, tensors(unpacked), unpacked.pos.shape[1], call.sizes,
+            call.sinks, tensors(unpacked), call.sizes,
             **codes(call.sizes),
         )  # fmt: skip
