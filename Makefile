@@ -41,7 +41,7 @@ test-all: ## Run the three tiers, the first one first
 
 test-oldest: $(OLDEST)/.ready ## Run what depends on transformers, each behaviour once, with its oldest supported version
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow" tests/conformance/test_model.py tests/test_windows.py \
-		tests/test_captured_calls.py $(ARGS)
+		tests/test_captured_calls.py tests/kernels/test_oldest_triton.py $(ARGS)
 
 docs: $(VENV)/.ready ## Build the documentation into site/: notebooks run (DOCS_OUTPUTS=false leaves that out), links are checked
 	$(TEST_ENV) NO_MKDOCS_2_WARNING=1 DOCS_OUTPUTS=$(DOCS_OUTPUTS) $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice, product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -32,8 +33,10 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -148,6 +151,22 @@ def compiled(job: Job) -> dict[str, Any]:
     return found
 
 
+def translated(job: Job) -> dict[str, Any]:
+    """Translate a kernel to Triton's own code and no further, which takes a tenth of the time; or the `error`."""
+    target = GPUTarget("cuda", job.capability, 32)
+    backend, context = make_backend(target), ir.context()
+    try:
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        options = backend.parse_options(job.options)
+        job.source.make_ir(
+            target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+        )
+    except Exception as error:  # as in `compiled`
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    return {}
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """Return registers and bytes of stack of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -164,19 +183,19 @@ results: dict[tuple[str, ...], dict[str, Any]] = {}  # of kernels that were comp
 waiting: list[Job] = []  # what a forked process finds by number: a job cannot be pickled
 
 
-def _numbered(number: int) -> dict[str, Any]:
-    return compiled(waiting[number])
+def _numbered(by: Callable[[Job], dict[str, Any]], number: int) -> dict[str, Any]:
+    return by(waiting[number])
 
 
-def compile_all(jobs: list[Job], processes: int) -> None:
-    """Compile what `results` lacks."""
+def compile_all(jobs: list[Job], processes: int, by: Callable[[Job], dict[str, Any]] = compiled) -> None:
+    """Compile or translate what `results` lacks."""
     missing = {job.key(): job for job in jobs if job.key() not in results}
     waiting[:] = missing.values()
     if processes > 1 and len(waiting) > 1:
         with get_context("fork").Pool(processes) as pool:
-            made = pool.map(_numbered, range(len(waiting)), chunksize=1)
+            made = pool.map(partial(_numbered, by), range(len(waiting)), chunksize=1)
     else:
-        made = [compiled(job) for job in waiting]
+        made = [by(job) for job in waiting]
     results.update(zip(missing, made, strict=True))
 
 
@@ -203,8 +222,10 @@ def wanted(targets: list[int], methods: list[str], dims: list[int], once: bool) 
     return [*islice(zip(cycle(targets), cycle(methods), cycle(dims), strict=False), most)]
 
 
-def row(capability: int, method: str, dim: int, names: list[str], processes: int) -> dict[str, Any]:
-    """Compile what a target, method and head dim need, and return the row."""
+def row(
+    capability: int, method: str, dim: int, names: list[str], processes: int, by: Callable[[Job], dict[str, Any]]
+) -> dict[str, Any]:
+    """Compile or translate what a target, method and head dim need, and return the row."""
     name, settings = split_method(method)
     spec = find_recipe(name, None, settings).settings.last_layer_spec(KV_HEADS)
     found = {"capability": capability, "way": method, "head_dim": dim, **({"only": names} if names else {})}
@@ -212,7 +233,7 @@ def row(capability: int, method: str, dim: int, names: list[str], processes: int
         if reason := unsupported(spec, KV_HEADS, dim, dim):
             return {**found, "refused": reason}
         jobs = jobs_of(replace(spec, impl="triton"), capability, dim, names)
-    compile_all(jobs, processes)
+    compile_all(jobs, processes, by)
     return {**found, **figures(jobs, capability)}
 
 
@@ -223,12 +244,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, action="append", help=f"head dim; default: {', '.join(map(str, DIMS))}")
     parser.add_argument("--once", action="store_true", help="as few rows as meet each of these")
     parser.add_argument("--kernel", action="append", default=[], help="compile these kernels alone")
+    parser.add_argument("--translate", action="store_true", help="only to Triton's own code, without figures")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     methods, bad = given.method or [*measured_settings("decode")], False
     for one in wanted(given.target or [*SHARED], methods, given.dim or [*DIMS], given.once):
-        made = row(*one, given.kernel, given.processes)
+        made = row(*one, given.kernel, given.processes, translated if given.translate else compiled)
         print(json.dumps(made), flush=True)
         bad |= "errors" in made
     if bad:

@@ -1,4 +1,4 @@
-"""Tables of `docs/several-gpus.md`: speed of a model on one GPU and split over several, and what a prefix costs to move."""
+"""Tables of `docs/several-gpus.md`: a model on one GPU and split over several, and what a prefix costs to move."""
 
 from __future__ import annotations
 

@@ -281,7 +281,9 @@ def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: t
 
     `QUERIES`: queries and strides. `KV`: a `HeadKV` of all heads, without `shift`. `scoring`: scale, cap in log2, SAS
     threshold. `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean` of the `UnpackedKV`, or placeholders."""
-    (q, q_strides), (k, k_scale, v, bias, v_factor, pos), (scale, cap, threshold) = QUERIES, KV, scoring
+    q, q_strides = QUERIES
+    k, k_scale, v, bias, v_factor, pos = KV
+    scale, cap, threshold = scoring
     blocks = tl.cdiv(T, C.BM) + 1
     pid = tl.program_id(0)
     group = pid // C.G

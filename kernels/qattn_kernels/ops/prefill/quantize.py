@@ -156,10 +156,11 @@ class CodeSizes(NamedTuple):
 @triton.jit
 def _write_keys(KEYS, BIAS, head, heads, n, N, C: tl.constexpr):
     D: tl.constexpr = C.D
+    GROUP: tl.constexpr = C.GROUP  # a string, which Triton 3.6 takes only by a name
     K, strides, MEAN, CODES, SCALES = KEYS
     at, d = head.to(tl.int64) * N + n, tl.arange(0, C.DP)
     x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, C.SMOOTH_K, D, C.DP)
-    scale = shared(tl.max(tl.abs(x), 1), C.GROUP) * (1.0 / C.LEVELS)
+    scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / C.LEVELS)
     scale = short_scale(tl.where(scale < SMALLEST_NORMAL, 0.0, scale))
     code = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None], -1.0 * C.LEVELS, 1.0 * C.LEVELS)
     tl.store(CODES + at[:, None] * D + d[None, :], float_to_int8(code), mask=(d < D)[None, :])

@@ -59,13 +59,13 @@ def _turn(turn, SIGNS, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr, SIZE
 
 
 @triton.jit
-def rotate_kernel(TURNS, SIGNS, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-                  STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def rotate_kernel(TURNS, SIGNS, tokens, unit, COUNT: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
+                  SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Program (tile, tensor): rotates `ROWS` blocks of `SIZE` channels. Each token of a head has `DIM // SIZE` blocks.
 
-    `TURNS`: a `Turn` for each tensor. `unit` makes the transform orthonormal. `BACK`: compute the inverse.
+    `TURNS`: a `Turn` for each of `COUNT` tensors. `unit` makes the transform orthonormal. `BACK`: compute the inverse.
     """
-    for i in tl.static_range(len(TURNS)):
+    for i in tl.static_range(COUNT):
         if tl.program_id(1) == i:
             if tl.program_id(0) * ROWS < TURNS[i].rows * (DIM // SIZE):
                 _turn(TURNS[i], SIGNS, tokens, unit, BACK, DIM, SIZE, STAGES, ROWS)

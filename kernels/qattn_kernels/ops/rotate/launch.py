@@ -45,7 +45,7 @@ def rotate(
     launch(
         rotate_kernel, (-(-max(turn.rows for turn in turns) * (dim // rotation.SIZE) // tile), len(given)),
         turns, constant(signs, dim, given[0].device), tokens, rotation.UNIT,
-        BACK=back, DIM=dim, SIZE=rotation.SIZE, STAGES=rotation.STAGES, ROWS=tile,
+        COUNT=len(turns), BACK=back, DIM=dim, SIZE=rotation.SIZE, STAGES=rotation.STAGES, ROWS=tile,
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out
