@@ -66,6 +66,3 @@ class Fp8Format(Format):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]
-
-
-FORMAT = Fp8Format

@@ -46,6 +46,3 @@ class Int8Format(Format):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]
-
-
-FORMAT = Int8Format
