@@ -1,1 +1,1 @@
-"""A method and a format for qattn_hf, in a package of their own."""
+"""A method and a format for qattn_hf, in a separate package."""

@@ -157,7 +157,7 @@ class Format:
     transposed: bool = False
 
     def __init_subclass__(cls) -> None:
-        """Make a class with a name of its own known under it, wherever the class is defined.
+        """Make a class known under the name that it defines, wherever the class is.
 
         Raises:
             TypeError: another module has a format of this name.
