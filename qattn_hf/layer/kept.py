@@ -73,9 +73,9 @@ def _kept(layer: Any, mask: torch.Tensor, where: str) -> Change:
     mask = mask.to(layer.device).view(geo.batch, -1, seen).expand(-1, geo.heads, -1)
     column = (torch.arange(seen, device=mask.device) + first[:, None]).clamp(max=seen - 1)  # of each row position
     kept = kept_tokens(_stored(layer), mask.gather(2, column[:, None].expand_as(mask)))
-    if not bool((kept.count > 0).all()):
-        raise QAttnError(f"{where}: keep must keep a token of every row, and row {int(kept.count.argmin())} has none")
-    blocks = layer.blocks if layer.max_cache_len is not None else -(-int(kept.count.max()) // spec.window.block)
+    if not bool((kept.tokens > 0).all()):
+        raise QAttnError(f"{where}: keep must keep a token of every row, and row {int(kept.tokens.argmin())} has none")
+    blocks = layer.blocks if layer.max_cache_len is not None else -(-int(kept.tokens.max()) // spec.window.block)
     layout = Layout(replace(geo, blocks=blocks), spec)
     arena = layer.empty(layout, layer.device)
     write_kept(views(arena, layout), layout.geometry, spec, kept, state)

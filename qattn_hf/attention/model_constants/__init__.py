@@ -58,8 +58,8 @@ def constants(
     for i, moment in moments.items():
         found[i]["k.compensation"] = compensation.shares(moment)
     static = {i: spec for i, spec in packed.items() if has_static_scales(spec.k)}
-    for i, scale in checkpoint_scales.read(model, static).items():
-        found[i] |= scale
+    for i, tensors in checkpoint_scales.read(model, static).items():
+        found[i] |= tensors
     return found
 
 

@@ -41,12 +41,12 @@ class Kept(NamedTuple):
 
     Attributes:
         k, v: fp32 `[B, Hkv, n, D]`, NaN where a head keeps fewer tokens than another one.
-        count: `[B]`, tokens of the head that keeps most.
+        tokens: `[B]`, tokens of the head that keeps most.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    count: torch.Tensor
+    tokens: torch.Tensor
 
 
 def stored_tokens(state: State, geo: Geometry, spec: LayerSpec) -> Stored:
@@ -94,7 +94,7 @@ def write_kept(state: State, geo: Geometry, spec: LayerSpec, kept: Kept, before:
 
     Row positions are those of a row that never had other tokens. Columns stay those of `before`, the layer from which
     the tokens come, and none of them can be cropped."""
-    span = torch.stack([torch.zeros_like(kept.count), kept.count], 1).int()
+    span = torch.stack([torch.zeros_like(kept.tokens), kept.tokens], 1).int()
     opened = build_open_span(state, spec, kept.k, kept.v, span[:, 1])  # masks NaN
     if spec.sink_pool.num:
         opened = compete(state, spec, opened)
