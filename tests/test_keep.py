@@ -257,9 +257,10 @@ def test_other_caches_are_refused():
     attention[0, -5:] = 0
     with pytest.raises(UnsupportedError, match="padding on the right"):
         filled(model, random_ids(1, TOKENS), attention_mask=attention).keep(mask)
-    windowed = patch(tiny("mistral"), "int8", sliding="packed")
-    with pytest.raises(UnsupportedError, match="WindowLayer cannot be read or pruned"):
-        filled(windowed, random_ids(1, TOKENS)).keep(mask)
+    windowed = filled(patch(tiny("mistral"), "int8", sliding="packed"), random_ids(1, TOKENS))
+    for masks_of in (mask, [mask] * len(windowed.layers)):
+        with pytest.raises(UnsupportedError, match="WindowLayer cannot be read or pruned"):
+            windowed.keep(masks_of)
 
 
 def test_latents_are_kept_too():
@@ -281,3 +282,23 @@ def test_a_fixed_capacity_stays():
         cache.keep(masks(1))
         model(ids[:, :50], past_key_values=cache)  # into the room of the removed tokens
     assert cache.layers[0].capacity == capacity and int(cache.get_seq_length()) == TOKENS + 50
+
+
+@pytest.mark.parametrize("sliding", ["exact", "packed"])
+def test_layers_with_a_window_stay(sliding: str):
+    stock, ids, new, mask = tiny("gemma3_text"), random_ids(1, TOKENS), random_ids(1, NEW, seed=5), masks(1)
+    kinds, window = stock.config.layer_types, stock.config.sliding_window
+    cache, at = DynamicCache(config=stock.config), torch.arange(TOKENS, TOKENS + NEW)[None]
+    column = torch.arange(TOKENS + NEW)
+    full = torch.cat([mask[0], torch.ones(NEW, dtype=torch.bool)]) & (column <= at[0, :, None])
+    with torch.no_grad():
+        stock(ids, past_key_values=cache)
+        held = next(layer.keys.shape[2] for layer, kind in zip(cache.layers, kinds, strict=True) if "sliding" in kind)
+        near = (column <= at[0, :, None]) & (column > at[0, :, None] - window)
+        seen = {"full_attention": full[None, None], "sliding_attention": near[None, None, :, TOKENS - held :]}
+        want = stock(new, past_key_values=cache, attention_mask=seen, position_ids=at).logits
+    model = patch(tiny("gemma3_text"), "none", sliding=sliding, family=False)
+    packed = filled(model, ids)
+    packed.keep(mask)
+    with torch.no_grad():
+        torch.testing.assert_close(model(new, past_key_values=packed).logits, want, atol=1e-4, rtol=0)

@@ -347,13 +347,10 @@ class QAttnCache(Recoverable, Cache):
                     layer.edits = packed[0].edits
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a layer as attention reads them, for scores of tokens.
+        """Return keys and values of a layer as attention reads them, fp32 `[B, Hkv, columns, D]`; zeros for padding.
 
         Args:
             layer: index of the layer.
-
-        Returns:
-            keys and values, fp32 `[B, Hkv, columns, D]`; zeros for padding.
 
         Raises:
             UnsupportedError: as in `keep`.
@@ -361,7 +358,7 @@ class QAttnCache(Recoverable, Cache):
         self._ready()
         return kept.read(self.layers[layer])
 
-    def keep(self, mask: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    def keep(self, mask: torch.Tensor | Sequence[torch.Tensor | None]) -> None:
         """Keep some tokens of a prompt, remove the others and free their blocks. After an exception nothing is changed.
 
         Later tokens have the positions that they would have without this. Heads may keep different tokens: a row takes
@@ -369,13 +366,13 @@ class QAttnCache(Recoverable, Cache):
         one scale per token find the same codes; others round a second time.
 
         Args:
-            mask: bool `[B, columns]` or `[B, Hkv, columns]`, true for tokens to keep; one for all layers, or a list
-                with one for each layer. Columns include padding, whose mask is ignored.
+            mask: bool `[B, columns]` or `[B, Hkv, columns]`, true for tokens to keep. One mask is for all layers
+                without a window. A list has one for each layer; None keeps all tokens. Padding's columns are ignored.
 
         Raises:
             QAttnError: a mask of another dtype or shape, or one that keeps no token of a row.
-            UnsupportedError: a layer has a window, states of linear attention or a memory limit; the cache is empty; a
-                call had padding on the right; or tokens were removed before.
+            UnsupportedError: a mask for a layer with a window, states of linear attention or a memory limit; an empty
+                cache; a call had padding on the right; tokens were removed before.
         """
         self._ready()
         check_earlier_mask(self, wait=True)

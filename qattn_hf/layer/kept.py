@@ -16,7 +16,7 @@ from qattn_hf.layer.rollback import columns
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.step.states import Stored, kept_tokens, rotate_back, stored_tokens, write_kept
 
-Masks = torch.Tensor | Sequence[torch.Tensor]
+Masks = torch.Tensor | Sequence[torch.Tensor | None]
 READABLE = (QAttnLayer, LatentLayer)  # others have windows, states, or a memory limit
 
 
@@ -44,20 +44,25 @@ def read(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def changes_to(layers: Sequence[Any], masks: Masks) -> list[Change]:
-    """Return the change of each layer that keeps the tokens of its mask, for `take`.
+def changes_to(layers: Sequence[Any], masks: Masks) -> list[Change | None]:
+    """Return the change of each layer that keeps the tokens of its mask, for `take`; None for a layer that stays.
 
     Args:
-        masks: bool `[B, columns]` or `[B, Hkv, columns]`, for all layers or for each one.
+        masks: bool `[B, columns]` or `[B, Hkv, columns]`, for all layers that can be pruned, or one for each layer. A
+            layer with None stays.
 
     Raises:
         QAttnError: a mask of another dtype or shape, or one that keeps no token of a row.
-        UnsupportedError: as in `first_columns`.
+        UnsupportedError: as in `first_columns`; no layer can be pruned.
     """
-    given = [masks] * len(layers) if isinstance(masks, torch.Tensor) else [*masks]
-    if len(given) != len(layers):
-        raise QAttnError(f"keep takes one mask, or one for each of {len(layers)} layers, and got {len(given)}")
-    return [_kept(layer, mask, f"layer {i}") for i, (layer, mask) in enumerate(zip(layers, given, strict=True))]
+    if isinstance(masks, torch.Tensor):
+        masks = [masks if type(layer) in READABLE else None for layer in layers]
+        if all(mask is None for mask in masks):
+            first_columns(layers[0])
+    if len(masks) != len(layers):
+        raise QAttnError(f"keep takes one mask, or one for each of {len(layers)} layers, and got {len(masks)}")
+    each = enumerate(zip(layers, masks, strict=True))
+    return [None if mask is None else _kept(layer, mask, f"layer {i}") for i, (layer, mask) in each]
 
 
 def _kept(layer: Any, mask: torch.Tensor, where: str) -> Change:
@@ -91,8 +96,8 @@ def first_columns(layer: Any) -> torch.Tensor:
     """
     if type(layer) not in READABLE:
         raise UnsupportedError(
-            f"a {type(layer).__name__} cannot be read or pruned: use a model whose layers all have full attention, "
-            "and a recipe that packs them all without memory="
+            f"a {type(layer).__name__} cannot be read or pruned: give None for layers that have a window or states of "
+            "linear attention, and leave memory= out"
         )
     layer.check_ended()
     if layer.batch is None:
