@@ -139,6 +139,10 @@ def _claimed(results: list[Result]) -> Iterable[Row]:
             yield row | shown | {"closed": known[ours][-1]["closed_x"]}
 
 
+def _kept(row: Row) -> str:
+    return "all tokens" if row["share"] == 1 else f"{row['share']:.0%} by {row['scorer']}"
+
+
 TABLES = (
     Table("released", CHECKPOINTS,
           "| setting || KL, {checkpoint} | top-1 | perplexity | bits | pass keys |",
@@ -162,6 +166,10 @@ TABLES = (
           "| {cache} | {tokens} | {bf16_bytes:MiB.0f} | {most_bytes:MiB.1f} | {effective_bits:.2f} | {seconds:.1f} "
           "| {ms_a_token:.2f} | {repacked} |",
           each(cache=_outgrown, repacked=_changes)),
+    Table("pruning", "pruning-*",
+          "| setting || KL, {kept} | MiB |",
+          "| `{method}` || {kl:.4f} | {kv_bytes:MiB.1f} |",
+          each(kept=_kept), "kept"),
     Table("tune", "tune",
           "| model | recipe | on | predicted KL | KL | bits, closed | bits, all |",
           "| {model} | {method} | {on} | {predicted_kl:.6f} | {kl:.6f}{kl_se: (.6f)} | {effective_bits:.3f} "

@@ -39,7 +39,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # The records that a page of results is made of.
 PAGES = {
     "overview": ("released-*", "front-*"),
-    "quality": ("released-*", "recipes*", "quality-*", "budget-*", "tune"),
+    "quality": ("released-*", "recipes*", "quality-*", "budget-*", "pruning-*", "tune"),
     "tasks": ("tasks-*",),
     "task-scores": ("task-scores-*", "fine-tune-*"),
     "papers": ("paper-*", "table-*"),

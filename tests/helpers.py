@@ -15,7 +15,7 @@ from qattn_hf import list_methods
 from qattn_hf.attention.model_constants.compensation import shares
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_kernels.formats.traits import compensates
+from qattn_kernels.formats.traits import compensates, has_static_scales
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.skip_counts import SkipCounts
 from qattn_kernels.layer.spec import LayerSpec
@@ -74,6 +74,8 @@ def constants_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
     if spec.compute.equalize:
         by = (torch.randn(heads, dim, generator=generator) / 2).exp2()  # of no keys: larger ones cost codes
         found["k.equalizer"] = torch.stack([1 / by, by])
+    if has_static_scales(spec.k):
+        found["k.static"], found["v.static"] = torch.rand(2, heads, generator=generator) / 16 + 1 / 32
     return found
 
 

@@ -78,3 +78,32 @@ def test_without_a_method_the_model_chooses_within_a_budget():
 def test_settings_are_checked_before_anything_is_loaded():
     with pytest.raises(RecipeError, match="bitz"):
         QAttnConfig("turbo", bitz=4)
+
+
+CUSTOM = Path(__file__).resolve().parent.parent / "examples" / "packed_generate"
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers copies remote code to this folder and imports it from there."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+
+
+def test_a_folder_packs_one_call_of_generate(want: list[int], modules: None):
+    model = load(demo_model_dir())
+    call = {"custom_generate": str(CUSTOM), "trust_remote_code": True, "do_sample": False, "max_new_tokens": 12}
+    method = ",".join(f"{key}={value}" for key, value in SETTINGS.items())
+    found = model.generate(INPUTS, method=f"turbo:{method}", **call)
+    assert found[0, INPUTS.shape[1] :].tolist() == want
+    assert not hasattr(model, "_qattn") and answer(model) == answer(load(demo_model_dir()))
+    with pytest.raises(ValueError, match="leave custom_generate out"):
+        patch(model, "int8").generate(INPUTS, **call)
+
+
+def test_a_checkpoint_with_quantized_weights_keeps_its_config(folder: Path):
+    """Transformers accepts one config. It refuses ours by name, which `docs/troubleshooting.md` explains."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match="quantized with FineGrainedFP8Config but you are passing a QAttnConfig"):
+        load(folder, quantization_config=QAttnConfig("turbo"))

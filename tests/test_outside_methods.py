@@ -1,9 +1,12 @@
-"""Methods of other packages: an entry point makes them known to `patch`, recipes and commands."""
+"""Methods and formats of other packages: an entry point makes them known to `patch`, recipes and commands."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -11,10 +14,14 @@ import pytest
 import torch
 from helpers import tiny_llama
 
-from qattn_hf import QAttnError, list_methods, patch, report
+from qattn_hf import QAttnCache, QAttnError, list_methods, patch, report
 from qattn_hf.cli import main
 from qattn_hf.methods import ENTRY_POINTS, get_method
 from qattn_hf.methods import _installed as installed
+from qattn_kernels.formats import Format, get_format
+from qattn_kernels.layer.spec import decode_spec
+
+SHIFT8 = Path(__file__).resolve().parent.parent / "examples" / "shift8"
 
 MODULE = '''
 from qattn_hf.methods.int8 import METHOD as INT8
@@ -73,3 +80,59 @@ def test_what_is_no_method_of_that_name_is_refused(
     install(name, value)
     with pytest.raises(QAttnError, match=f"{name} = .*{said}"):
         get_method(name)
+
+
+def run(*command: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command])
+    assert not ended.value.code, command
+
+
+@pytest.fixture
+def shift8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`examples/shift8` installed: its folder, and the metadata that an installer would write from its project file."""
+    group, line = re.search(
+        r'\[project\.entry-points\."(.+)"]\n(.+)\n', (SHIFT8 / "pyproject.toml").read_text()
+    ).groups()
+    metadata = tmp_path / "site" / "qattn_shift8-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: qattn-shift8\nVersion: 1.0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{line.replace(chr(34), '')}\n", encoding="utf-8")
+    for folder in (SHIFT8, metadata.parent):
+        monkeypatch.syspath_prepend(str(folder))
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
+
+
+def test_commands_take_the_method_and_the_format_of_an_installed_package(shift8, capsys: pytest.CaptureFixture):
+    run("methods", "shift8", "--json")
+    [about] = json.loads(capsys.readouterr().out)["methods"]
+    assert about["name"] == "shift8" and not about["kernels"]
+    run("cache", "report", "--method", "shift8", "--tokens", "200", "--json")
+    rows = json.loads(capsys.readouterr().out)["layers"]
+    assert {row["k_format"] for row in rows} == {"shift8"}
+
+
+def test_a_cache_of_an_installed_format_is_saved_copied_and_encoded(shift8, tmp_path: Path):
+    model = patch(tiny_llama(), method="shift8")
+    spec = model._qattn.specs[0]
+    assert decode_spec(spec.encode()) == spec and spec.k.name == "shift8"
+    cache = QAttnCache.for_model(model)
+    model(torch.arange(1, 91)[None], past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAttnCache.load(tmp_path / "cache.safetensors", model=model)
+    step = torch.tensor([[7]])
+    assert torch.equal(*(model(step, past_key_values=one).logits for one in (loaded, cache)))
+    run("cache", "info", str(tmp_path / "cache.safetensors"))
+
+
+def test_names_of_formats_are_not_taken_twice():
+    with pytest.raises(TypeError, match=r"formats\.fp8\.reference has a format named 'fp8'"):
+
+        @dataclass(frozen=True)
+        class Another(Format):
+            name = "fp8"
+
+    with pytest.raises(ImportError):
+        get_format("no_such_format")

@@ -13,7 +13,7 @@ Each entry imports only entries above it:
 - `ops`: append, decode, prefill, rotate, sink_pool, crop and others, one folder each.
 - `step`: one call of a layer as a registered operator. `step.states`: edits of a layer's state between calls.
 
-Packages above import names of `formats` and `formats.traits`, `FORMAT` classes of `formats.*.reference`, `chip`,
+Packages above import names of `formats` and `formats.traits`, format classes of `formats.*.reference`, `chip`,
 `layout` and `launch.plan`, and modules of `layer` and `step`. Everything else is internal.
 """
 

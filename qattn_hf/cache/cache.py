@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from qattn_hf.cache.conversation import Conversation
 from qattn_hf.cache.interrupted import Recoverable, unfinished
 from qattn_hf.cache.pool import Pool
 from qattn_hf.errors import QAttnError, UnsupportedError
-from qattn_hf.layer import changes, rollback
+from qattn_hf.layer import changes, kept, rollback
 from qattn_hf.layer.budget_layer import BudgetLayer
 from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.hybrid_layer import any_layer
@@ -344,6 +345,38 @@ class QAttnCache(Recoverable, Cache):
             if not alike and len(left) == 1:
                 for layer in packed:
                     layer.edits = packed[0].edits
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of a layer as attention reads them, fp32 `[B, Hkv, columns, D]`; zeros for padding.
+
+        Args:
+            layer: index of the layer.
+
+        Raises:
+            UnsupportedError: as in `keep`.
+        """
+        self._ready()
+        return kept.read(self.layers[layer])
+
+    def keep(self, mask: torch.Tensor | Sequence[torch.Tensor | None]) -> None:
+        """Keep some tokens of a prompt, remove the others and free their blocks. After an exception nothing is changed.
+
+        Later tokens have the positions that they would have without this. Heads may keep different tokens: a row takes
+        the memory of the head that keeps most. Kept tokens are quantized again, with their new neighbours. Formats with
+        one scale per token find the same codes; others round a second time.
+
+        Args:
+            mask: bool `[B, columns]` or `[B, Hkv, columns]`, true for tokens to keep. One mask is for all layers
+                without a window. A list has one for each layer; None keeps all tokens. Padding's columns are ignored.
+
+        Raises:
+            QAttnError: a mask of another dtype or shape, or one that keeps no token of a row.
+            UnsupportedError: a mask for a layer with a window, states of linear attention or a memory limit; an empty
+                cache; a call had padding on the right; tokens were removed before.
+        """
+        self._ready()
+        check_earlier_mask(self, wait=True)
+        self._take(kept.changes_to(self.layers, mask))
 
     def reset(self) -> None:
         """Empty every layer. After an interrupt, only another `reset` makes the cache usable."""

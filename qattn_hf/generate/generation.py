@@ -48,15 +48,16 @@ def check_cache(cache: Any, layers: int) -> None:
 
 def check_given(cache: QAttnCache) -> None:
     """Refuse an empty cache without the model's constants. It would silently skip equalization and error compensation
-    of keys.
+    of keys, and has no scales of a checkpoint.
 
     Raises:
-        UnsupportedError: the cache was not made for a model, whose queries define the constants
+        UnsupportedError: the cache was not made for a model, which defines the constants
             (`model_constants.constants`).
     """
     if any(needs_constants(layer.spec) and layer.constants is None for layer in cache.packed):
         raise UnsupportedError(
-            "compensate_k and equalize_k: this cache was made without a model: pass QAttnCache.for_model(model)"
+            "compensate_k, equalize_k, scales='checkpoint': this cache was made without a model: pass "
+            "QAttnCache.for_model(model)"
         )
 
 

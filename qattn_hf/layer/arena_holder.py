@@ -102,8 +102,8 @@ class ArenaHolder:
 
     def _no_tensor(self) -> NoReturn:
         raise UnsupportedError(
-            "a packed layer stores codes, so its keys and values cannot be read or replaced: libraries that prune or "
-            "edit cached tokens, such as kvpress, need a stock cache, unpatch(model)"
+            "a packed layer stores codes, so its keys and values cannot be replaced: libraries that edit them, such as "
+            "kvpress, need a stock cache, unpatch(model). cache.read and cache.keep prune a packed cache"
         )
 
     def _take_no_tensor(self, tensor: Any) -> None:

@@ -277,7 +277,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             CapacityError: the capacity is already fixed and too small; nothing was changed.
         """
         used = self._used = self._slots_used()
-        slack = max(0, used - int(self.state["columns_seen"]))  # slots lost to short blocks
+        slack = used - int(self.state["columns_seen"])  # slots lost to short blocks, less columns without a token
         if self.max_cache_len is None:
             self._grow(max(self.blocks, self._blocks_for(tokens + slack)))
             self.planned = True

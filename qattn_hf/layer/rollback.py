@@ -78,8 +78,8 @@ def plan_layer(layer: Packed, count: int, held: tuple[int, int] | None = None) -
     if plan.drop and plan.left:
         if plan.left < padded:
             raise UnsupportedError(
-                f"cannot crop {plan.drop} columns: some are padding or come before padding, where columns do not map "
-                "to tokens of a row. Crop less, or start from a fresh cache"
+                f"cannot crop {plan.drop} columns: some are padding or come before padding or before `keep`, where "
+                "columns do not map to tokens of a row. Crop less, or start from a fresh cache"
             )
         layer.check_crop(plan.drop)
     return plan

@@ -14,8 +14,13 @@ from qattn_kernels.layout import SinkPool, Window
 
 Arithmetic = Literal["int8", "model"]
 Rotation = Literal["none", "hadamard"]
+Scales = Literal["token", "checkpoint"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` sets for K alone what `bits` sets for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
+SCALES = (
+    "token: every token has a scale. checkpoint: one scale for keys and one for values of a layer, from the model's "
+    "checkpoint (compressed-tensors, ModelOpt, Quark)"
+)
 CLIP = (
     "shrinks the 2-bit range: the outermost levels move inward by clip / 2 of a step, a multiple of 1/16. Steps become "
     "finer, and outliers err more"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import Arithmetic, Measured, Method
+from qattn_hf.methods.base import SCALES, Arithmetic, Measured, Method, Scales
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.fp8.reference import Fp8Format
 
@@ -13,6 +13,8 @@ class Fp8(Method):
     """FP8 E4M3 keys and values with one scale per token: half the memory of bf16, append only."""
 
     measured = (Measured("fp8", "quality compare bits tune decode released", record="8bit"),)
+
+    scales: Scales = Field("token", description=SCALES)
 
     @classmethod
     def default_compute(cls) -> Arithmetic:
@@ -26,7 +28,8 @@ class Fp8(Method):
         return self
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        return Fp8Format(), Fp8Format(transposed=True)
+        static = self.scales == "checkpoint"
+        return Fp8Format(static=static), Fp8Format(transposed=True, static=static)
 
 
 METHOD = Fp8

@@ -18,7 +18,7 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import needs_constants
 from qattn_kernels.layout import State
 
-HEADS_DIM = {"k.equalizer": 1, "k.compensation": 0}  # of constants, which have no rows
+HEADS_DIM = {"k.equalizer": 1, "k.compensation": 0, "k.static": 0, "v.static": 0}  # of constants, which have no rows
 
 
 class Member(NamedTuple):

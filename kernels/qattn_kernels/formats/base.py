@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib.util import find_spec
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -144,6 +145,7 @@ class Format:
         transposed: codes of blocks and ring are stored `[D, tokens]`, the layout that the product with values reads.
     """
 
+    named: ClassVar[dict[str, type[Format]]] = {}  # every imported class that gives itself a name
     name: ClassVar[str]
     windowed: ClassVar[bool] = False
     integer: ClassVar[bool] = True
@@ -153,6 +155,20 @@ class Format:
     in_model_precision: ClassVar[bool] = False
 
     transposed: bool = False
+
+    def __init_subclass__(cls) -> None:
+        """Make a class known under the name that it defines, wherever the class is.
+
+        Raises:
+            TypeError: another module has a format of this name.
+        """
+        if (name := vars(cls).get("name")) is None:
+            return
+        own = f"qattn_kernels.formats.{name}"
+        home = f"{own}.reference" if find_spec(own) else Format.named.get(name, cls).__module__
+        if cls.__module__ != home:
+            raise TypeError(f"{home} has a format named {name!r}. Fix: give {cls.__qualname__} another name")
+        Format.named[name] = cls
 
     @property
     def core(self) -> Format:

@@ -1,4 +1,4 @@
-"""Interface between kernels and formats: the object `JIT` of `formats/NAME/jit.py`, found by the format's name.
+"""Interface between kernels and formats: the object `JIT` of the module `jit` next to a format's class.
 
 Queries are the columns of products. A tensor core tile then wastes at most 8 columns; with queries as rows it would
 waste up to 16 rows."""
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from qattn_kernels.formats.base import Format
+from qattn_kernels.formats import Format, jit_module
 from qattn_kernels.layout import State
 
 
@@ -131,7 +131,7 @@ class JitFormat(NamedTuple):
 @lru_cache(maxsize=1024)
 def jit_of(fmt: Format) -> JitFormat:
     """Return the Triton functions of a format. A smoothed format uses the functions of its inner format."""
-    return importlib.import_module(f"qattn_kernels.formats.{fmt.core.name}.jit").JIT
+    return importlib.import_module(jit_module(fmt.core.name)).JIT
 
 
 def side_tensors(state: State, side: str, fmt: Format, heads: int) -> tuple:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
 from qattn_kernels.formats.base import Format
-from qattn_kernels.layout import State
+from qattn_kernels.layout import Geometry, State, TensorSpec
 
 
 class Low(IntEnum):
@@ -102,6 +103,28 @@ class AgedBlocks:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class TokenScales(Format):
+    """Base of formats with one scale per token.
+
+    Attributes:
+        static: all tokens of a head have one scale, which the model's checkpoint gives: the tensor `static`.
+    """
+
+    static: bool = False
+
+    def constants(self, geo: Geometry) -> dict[str, TensorSpec]:
+        """Return the tensor `static`, fp32 `[Hkv]`, if the format has it."""
+        return {"static": TensorSpec((geo.heads,), torch.float32, batch_dim=None)} if self.static else {}
+
+    def static_scale(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        """Return the static scale of every token, `[B, H, T]`, of tokens `[B, H, T, D]`."""
+        return state["static"][:, None].expand(x.shape[:-1])
+
+    def kernel_limits(self, side: str, dim: int) -> str | None:
+        return "only the reference quantizes by a checkpoint's scales" if self.static else None
+
+
 class Compensated:
     """A format that can let errors of a token's channels offset each other, weighted by its tensor `compensation`."""
 
@@ -150,3 +173,8 @@ def aged_blocks(fmt: Format) -> AgedBlocks | None:
 def compensates(fmt: Format) -> bool:
     """Return whether errors of a token's channels offset each other."""
     return isinstance(fmt.core, Compensated) and fmt.core.compensate
+
+
+def has_static_scales(fmt: Format) -> bool:
+    """Return whether all tokens of a head share a scale that the model's checkpoint gives."""
+    return isinstance(fmt.core, TokenScales) and fmt.core.static

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.formats.traits import compensates
+from qattn_kernels.formats.traits import compensates, has_static_scales
 from qattn_kernels.layer.skip_counts import skip_count_tensors
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State, TensorSpec
@@ -77,8 +77,8 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 def needs_constants(spec: LayerSpec) -> bool:
     """Return whether a layer has state tensors that hold constants of its model, which calls never write.
 
-    These are shares of errors (`formats.traits.compensates`) and `k.equalizer`."""
-    return spec.compute.equalize or compensates(spec.k)
+    These are shares of errors (`formats.traits.compensates`), `k.equalizer`, and static scales."""
+    return spec.compute.equalize or compensates(spec.k) or any(map(has_static_scales, (spec.k, spec.v)))
 
 
 def side_of(state: State, side: str) -> State:

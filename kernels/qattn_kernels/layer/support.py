@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from qattn_kernels.chip import KIB, LIMIT, chip_of
-from qattn_kernels.formats import Format
+from qattn_kernels.formats import Format, jit_module
 from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -147,7 +147,7 @@ def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:
 @cache
 def _has_kernels(name: str) -> bool:
     """Return whether a format has kernels. Cached, because every layer of every new cache asks."""
-    return importlib.util.find_spec(f"qattn_kernels.formats.{name}.jit") is not None
+    return importlib.util.find_spec(jit_module(name)) is not None
 
 
 def _unsupported_product(spec: LayerSpec, side: str, fmt: Format) -> str | None:

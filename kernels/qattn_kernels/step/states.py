@@ -10,14 +10,16 @@ from qattn_kernels.formats.scales import to_bits
 from qattn_kernels.ops.crop.front import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
 from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.ops.crop.ring import resized_ring
+from qattn_kernels.ops.keep.reference import Stored, kept_tokens, stored_tokens, write_kept
 from qattn_kernels.ops.reorder.reference import Tensors, largest_bytes
 from qattn_kernels.ops.reorder.reference import reorder as reorder_tensors
 from qattn_kernels.ops.repack.reference import repack
-from qattn_kernels.ops.rotate.reference import rotate
+from qattn_kernels.ops.rotate.reference import rotate, rotate_back
 from qattn_kernels.ops.sink_pool.table import at_slots
 from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits
 
 __all__ = [
+    "Stored",
     "Tensors",
     "at_slots",
     "beyond_crop",
@@ -25,6 +27,7 @@ __all__ = [
     "bool_to_bits",
     "crop",
     "drop_front",
+    "kept_tokens",
     "largest_bytes",
     "left_behind",
     "most_left_behind",
@@ -34,7 +37,10 @@ __all__ = [
     "resized_ring",
     "ring_blocks",
     "rotate",
+    "rotate_back",
+    "stored_tokens",
     "to_bits",
+    "write_kept",
 ]
 
 

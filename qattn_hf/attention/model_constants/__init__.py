@@ -2,7 +2,7 @@
 
 One pass over random tokens yields queries and keys, so no text is needed. `compensation.py` measures how far channels
 of a key can compensate each other's errors (`compensate_k`). `equalizer.py` computes the factors of channels before the
-rotation of keys (`equalize_k`).
+rotation of keys (`equalize_k`). `checkpoint_scales.py` reads scales from the checkpoint, without a pass.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.attention.model_constants import compensation, equalizer
+from qattn_hf.attention.model_constants import checkpoint_scales, compensation, equalizer
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.model.layer_kinds import ModelLayerSpec
-from qattn_kernels.formats.traits import compensates
+from qattn_kernels.formats.traits import compensates, has_static_scales
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
@@ -36,7 +36,7 @@ def constants(
             with a result does not run again.
 
     Raises:
-        UnsupportedError: the model's queries cannot be observed.
+        UnsupportedError: the model's queries cannot be observed, or its checkpoint has no scales that the format takes.
         QAttnError: the model is patched.
     """
     packed = {i: spec for i, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
@@ -57,6 +57,9 @@ def constants(
         found[i]["k.equalizer"] = scale
     for i, moment in moments.items():
         found[i]["k.compensation"] = compensation.shares(moment)
+    static = {i: spec for i, spec in packed.items() if has_static_scales(spec.k)}
+    for i, tensors in checkpoint_scales.read(model, static).items():
+        found[i] |= tensors
     return found
 
 

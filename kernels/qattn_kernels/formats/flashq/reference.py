@@ -389,6 +389,3 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
                 bits[head] = 4 if place < wide else 2
             rows.append(bits)
         return rows
-
-
-FORMAT = FlashQFormat

@@ -40,6 +40,3 @@ class FlashQTokenFormat(FlashQFormat):
 
     def restored(self, stored: torch.Tensor) -> torch.Tensor:
         return from_bits(stored)
-
-
-FORMAT = FlashQTokenFormat

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Operand, write_rows
+from qattn_kernels.formats.base import Arrival, Block, Operand, write_rows
+from qattn_kernels.formats.traits import TokenScales
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = 448.0  # largest E4M3 number
@@ -31,7 +32,7 @@ def fp8_tokens(x: torch.Tensor) -> Operand:
 
 
 @dataclass(frozen=True)
-class Fp8Format(Format):
+class Fp8Format(TokenScales):
     """FP8: one byte per value, one fp32 scale per token. A stored token never changes."""
 
     name = "fp8"
@@ -44,10 +45,14 @@ class Fp8Format(Format):
         return {
             "codes": TensorSpec((*shape, *codes), torch.uint8, block_dim=2),
             "scale": TensorSpec((*shape, window.block), torch.float32, block_dim=2),
+            **self.constants(geo),
         }
 
     def quantize_tokens(self, new: Arrival, state: State) -> Operand:
-        return fp8_tokens(new.x)
+        if not self.static:
+            return fp8_tokens(new.x)
+        scale = self.static_scale(new.x, state)
+        return Operand(to_fp8((new.x / scale[..., None]).clamp(-LARGEST, LARGEST)), scale)
 
     def write(self, state: State, block: Block) -> None:
         codes = block.tokens.x.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -66,6 +71,3 @@ class Fp8Format(Format):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]
-
-
-FORMAT = Fp8Format

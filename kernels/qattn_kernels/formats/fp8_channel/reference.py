@@ -77,6 +77,3 @@ def channel_scale(x: torch.Tensor) -> torch.Tensor:
     top = x.abs().amax(-2)
     scale = top / torch.full_like(top, LARGEST)  # a tensor: CUDA divides by a number via its rounded inverse
     return torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
-
-
-FORMAT = Fp8ChannelFormat

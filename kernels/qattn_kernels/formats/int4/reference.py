@@ -50,6 +50,3 @@ class Int4Format(Format):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[4] * heads for _ in range(state["codes"].shape[0])]
-
-
-FORMAT = Int4Format

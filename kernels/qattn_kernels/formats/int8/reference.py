@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, Format, Operand, write_rows
+from qattn_kernels.formats.base import Arrival, Block, Operand, write_rows
+from qattn_kernels.formats.traits import TokenScales
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LEVELS = 127  # the full range: no second stage needs headroom
 
 
 @dataclass(frozen=True)
-class Int8Format(Format):
+class Int8Format(TokenScales):
     """INT8 per token: `scale = max|x| / 127`, `code = round(x / scale)`. Append only: a stored token never changes."""
 
     name = "int8"
@@ -24,11 +25,18 @@ class Int8Format(Format):
         return {
             "codes": TensorSpec(codes, torch.int8, block_dim=2),
             "scale": TensorSpec(shape, torch.float32, block_dim=2),
+            **self.constants(geo),
         }
 
     @property
-    def token_levels(self) -> int:
-        return LEVELS
+    def token_levels(self) -> int | None:
+        return None if self.static else LEVELS
+
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
+        if not self.static:
+            return super().quantize_tokens(new, state)
+        scale = self.static_scale(new.x, state)
+        return Operand(torch.round(new.x / scale[..., None]).clamp(-LEVELS, LEVELS).to(torch.int8), scale)
 
     def write(self, state: State, block: Block) -> None:
         codes = block.tokens.x.transpose(-1, -2) if self.transposed else block.tokens.x
@@ -46,6 +54,3 @@ class Int8Format(Format):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]
-
-
-FORMAT = Int8Format

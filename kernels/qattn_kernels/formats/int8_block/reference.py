@@ -74,6 +74,3 @@ class Int8BlockFormat(OpenFormat):
     @property
     def fixed(self) -> dict[str, FixedBy]:
         return {"scale": FixedBy.BLOCK} if self.granularity == "tensor" else {}
-
-
-FORMAT = Int8BlockFormat

@@ -18,6 +18,3 @@ class Int8RingFormat(Int8Format):
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim)
-
-
-FORMAT = Int8RingFormat

@@ -81,6 +81,3 @@ class IntGroupFormat(OpenFormat):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
-
-
-FORMAT = IntGroupFormat

@@ -220,6 +220,3 @@ class KiviFormat(Compensated, OpenFormat):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
-
-
-FORMAT = KiviFormat

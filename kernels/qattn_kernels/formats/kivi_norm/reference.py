@@ -49,6 +49,3 @@ class KiviNormFormat(KiviFormat):
 
     def numbers(self, state: State, blocks: int) -> torch.Tensor:
         return super().numbers(state, blocks) * from_bits(state["norm"][:, :, :blocks])[..., None]
-
-
-FORMAT = KiviNormFormat

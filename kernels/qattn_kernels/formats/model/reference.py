@@ -40,6 +40,3 @@ class ModelFormat(Format):
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         bits = torch.finfo(state["x"].dtype).bits
         return [[bits] * heads for _ in range(state["x"].shape[0])]
-
-
-FORMAT = ModelFormat

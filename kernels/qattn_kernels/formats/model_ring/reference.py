@@ -13,6 +13,3 @@ class ModelRingFormat(OpenFormat, ModelFormat):
     """Keys or values in the model's dtype, in the ring and in the arenas."""
 
     name = "model_ring"
-
-
-FORMAT = ModelRingFormat

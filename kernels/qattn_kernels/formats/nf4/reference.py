@@ -71,6 +71,3 @@ class Nf4Format(CodebookFormat):
         for middle in midpoints():
             code += x > whole * middle
         return code, scale
-
-
-FORMAT = Nf4Format

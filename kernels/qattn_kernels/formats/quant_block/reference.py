@@ -56,6 +56,3 @@ class QuantBlockFormat(ChannelBlockFormat):
 
     def clamped_scales(self, state: State) -> torch.Tensor | None:
         return None if self.bits == 8 else at_fp16_max(state["scale"])
-
-
-FORMAT = QuantBlockFormat

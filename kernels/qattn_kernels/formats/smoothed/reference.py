@@ -108,6 +108,3 @@ class SmoothedFormat(Format):
     @property
     def fixed(self) -> dict[str, FixedBy]:
         return {**self.core.fixed, "mean": FixedBy.BLOCK}
-
-
-FORMAT = SmoothedFormat

@@ -57,6 +57,3 @@ class TurboQuantFormat(CodebookFormat):
             level = torch.where(torch.arange(x.shape[-1], device=x.device) < channels[:, None], level, 0.0)
         norm = level.square().sum(-1)  # integers below 2^24: exact in any order
         return code, to_bits(torch.sqrt(squares / norm) / UNIT)
-
-
-FORMAT = TurboQuantFormat

@@ -1,0 +1,1 @@
+"""A method and a format for qattn_hf, in a separate package."""
