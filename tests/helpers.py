@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import papers.paper_int_flash
@@ -91,6 +92,14 @@ def make_layer(case: Case, max_cache_len: int | None = 512, heads: int = 2) -> Q
     """The last layer of a model with `heads` KV heads."""
     spec = get_method(case[0])(**case[1]).last_layer_spec(heads)
     return (GivenLayer if needs_constants(spec) else QAttnLayer)(spec, max_cache_len)
+
+
+def spoil(layer: QAttnLayer, used: int) -> None:
+    """Fill the blocks of a layer that follow the `used` ones with NaN, or with codes."""
+    for name, spec in layer.tensor_specs().items():
+        if spec.block_dim is not None:
+            unused = layer.state[name].narrow(spec.block_dim, used, layer.blocks - used)
+            unused.fill_(math.nan if unused.is_floating_point() else 85)
 
 
 def random_qkv(rows: int, tokens: int, seed: int = 0, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -24,7 +24,11 @@ SOURCES = sorted(
 )
 FILE_LINES, FUNCTION_LINES = 400, 60
 ENTRIES = 20  # modules and folders of a folder
+PARAMETERS, MANY_PARAMETERS, MOST_PARAMETERS = 12, 13, 18  # many: functions above the first number
+COMPLEXITY, MANY_COMPLEX, MOST_COMPLEXITY = 15, 4, 17
+DECISIONS = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
 Graph = dict[str, set[str]]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Modules at the top of `qattn_hf` that hand on names of a room, since users or their scripts import them from there.
 FACES = {"check", "compare", "inspect", "plan", "spelling", "tune"}
@@ -214,6 +218,54 @@ def test_functions_fit_a_screen():
         if lines > FUNCTION_LINES
     }
     assert long == {}
+
+
+def defined() -> Iterator[tuple[str, Function]]:
+    """Functions of both packages, with the module that defines them."""
+    for folder in PACKAGES.values():
+        for path in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, Function):
+                    yield f"{module_name(path)}.{node.name}", node
+
+
+def parameters(function: Function) -> int:
+    taken = function.args
+    named = len(taken.posonlyargs) + len(taken.args) + len(taken.kwonlyargs)
+    return named + (taken.vararg is not None) + (taken.kwarg is not None)
+
+
+def complexity(function: Function) -> int:
+    """Cyclomatic complexity: one more than the decisions of a function, those in expressions included."""
+    found = 1
+    for node in ast.walk(function):
+        if isinstance(node, ast.BoolOp):
+            found += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            found += 1 + len(node.ifs)
+        else:
+            found += isinstance(node, DECISIONS)
+    return found
+
+
+def test_decisions_are_counted():
+    code = "def f(a, *b, c=1, **d):\n    if a and b or c: return [x for x in d if x]\n    return 1 if a else 2"
+    (function,) = ast.parse(code).body
+    assert isinstance(function, ast.FunctionDef)
+    assert (parameters(function), complexity(function)) == (4, 7)
+
+
+def test_few_functions_have_many_parameters():
+    """A command has a parameter for each option. A kernel has one for each number that Triton must not compile in."""
+    many = {name: n for name, node in defined() if (n := parameters(node)) > PARAMETERS}
+    print(f"{len(many)} functions have more than {PARAMETERS} parameters, the most are {max(many.values())}")
+    assert len(many) <= MANY_PARAMETERS and max(many.values()) <= MOST_PARAMETERS, many
+
+
+def test_few_functions_decide_much():
+    complex_ones = {name: n for name, node in defined() if (n := complexity(node)) > COMPLEXITY}
+    print(f"{len(complex_ones)} functions have a cyclomatic complexity above {COMPLEXITY}")
+    assert len(complex_ones) <= MANY_COMPLEX and max(complex_ones.values()) <= MOST_COMPLEXITY, complex_ones
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:

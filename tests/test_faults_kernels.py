@@ -65,12 +65,9 @@ def test_a_call_that_fails_has_never_been(launching, call: str, case: Case):
     fails_everywhere(model_of(case), call, torch.OutOfMemoryError, 3, step, later)
 
 
-@interpreted
-@pytest.mark.product("step-turbo")
-@pytest.mark.parametrize(("call", "case"), INTERRUPTED, ids=pair_id)
-def test_an_interrupt_between_launches(launching, call: str, case: Case):
-    """A step whose launches are planned has nothing kept for it: its cache is refused, in words."""
-    model, left = model_of(case), [0]
+def interrupting(launching: Any) -> list[int]:
+    """Return a counter of launches that are left. The launch that takes it to 0 is interrupted."""
+    left = [0]
 
     def interrupt() -> None:
         left[0] -= 1
@@ -78,6 +75,15 @@ def test_an_interrupt_between_launches(launching, call: str, case: Case):
             raise KeyboardInterrupt
 
     launching(interrupt)
+    return left
+
+
+@interpreted
+@pytest.mark.product("step-turbo")
+@pytest.mark.parametrize(("call", "case"), INTERRUPTED, ids=pair_id)
+def test_an_interrupt_between_launches(launching, call: str, case: Case):
+    """A step whose launches are planned has nothing kept for it: its cache is refused, in words."""
+    model, left = model_of(case), interrupting(launching)
     cuts, tokens = ([70, 1], 1) if call == "planned" else CALLS[call]
     base, ids = fed(model, cuts), new(model, sum(cuts), tokens)
     want = model(ids, past_key_values=copy.deepcopy(base)).logits
@@ -105,14 +111,7 @@ EDITS: dict[str, Any] = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_that_is_interrupted_between_launches(launching, edit: str, case: Case):
     """The same edit again, and a step: right. A reorder keeps nothing, so its cache is refused."""
-    model, left = model_of(case), [0]
-
-    def interrupt() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-
-    launching(interrupt)
+    model, left = model_of(case), interrupting(launching)
     base = fed(model, [70])
     twin, before = copy.deepcopy(base), left[0]
     EDITS[edit](twin)

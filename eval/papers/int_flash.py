@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from qattn_kernels.ops.rotate.reference import transform
+
 DIM, BLOCK, ROWS = 64, 64, 512  # head dim, keys of a block, queries at a time
 QUERIES = 4096  # of a cell
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -91,18 +93,10 @@ def by_token(x: torch.Tensor, levels: int) -> torch.Tensor:
     return torch.round(x / scale) * scale
 
 
-def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """The Walsh-Hadamard transform over the channels, orthonormal."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < x.shape[-1]:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return x @ matrix / len(matrix) ** 0.5
-
-
 def rounded_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Format) -> Tensors:
     """Q, K, V `[S, D]` in fp32 as the format says them."""
     if form.rotate:
-        q, k = hadamard(q), hadamard(k)
+        q, k = transform(q), transform(k)
     if form.levels:
         q, k = by_token(q, form.levels), by_token(k, form.levels)
     else:

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from qattn_kernels.ops.rotate.reference import transform
+
 Figures = tuple[float, float, float]
 LAYERS, HEADS, TOKENS, DIM = 6, 4, 1024, 64  # of what is made
 Q_BLOCK, K_BLOCK, SEGMENT = 128, 64, 32
@@ -120,13 +122,6 @@ def rounded(x: torch.Tensor, group: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.round(x / scale) * scale
 
 
-def hadamard(x: torch.Tensor) -> torch.Tensor:
-    matrix = torch.ones(1, 1)
-    while len(matrix) < x.shape[-1]:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return x @ matrix / len(matrix) ** 0.5
-
-
 def pv_product(p: torch.Tensor, v: torch.Tensor, form: str) -> torch.Tensor:
     """Weights in [0, 1] times V: weights scaled to the format's maximum, V by channel."""
     cast: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -151,7 +146,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, at: 
             mean = q.mean(-2, keepdim=True)
             q, extra = q - mean, mean @ k.mT
         if at.smooth == "hadamard":
-            q, k = hadamard(q), hadamard(k)
+            q, k = transform(q), transform(k)
         if at.smooth == "smooth_attn":  # alpha 0.5
             factor = (k.abs().amax(-2, keepdim=True) / q.abs().amax(-2, keepdim=True).clamp(min=1e-12)).sqrt()
             q, k = q * factor, k / factor.clamp(min=1e-12)

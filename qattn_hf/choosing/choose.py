@@ -43,7 +43,7 @@ def check_budget(settings: dict[str, Any]) -> tuple[float | None, float | None, 
     if (bits is None) == (kl is None):
         raise RecipeError(f"bits={shown(bits)}, kl={shown(kl)}: without a method give one of them, such as bits=3.5")
     for name, value in (("bits", bits), ("kl", kl)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
+        if value is not None and not _is_number(value):
             raise RecipeError(
                 f"{name}={shown(value)}: without a method it is a number, such as bits=3.5 or kl=0.01. "
                 f'For a setting of a method name the method: patch(model, "turbo", {name}={shown(value)})'
@@ -58,6 +58,11 @@ def check_budget(settings: dict[str, Any]) -> tuple[float | None, float | None, 
             f'as in patch(model, "turbo", {", ".join(map(named, settings))}), or leave {named(other[0])} out'
         )
     return bits, kl, shared
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, and neither a bool nor NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 def warn_of_whole_bits(bits: float | None, stacklevel: int) -> None:

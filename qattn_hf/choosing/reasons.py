@@ -38,17 +38,16 @@ def reasons(probe: Probe, tried: list[Candidate], best: Candidate) -> tuple[str,
     """Return one sentence for the choice, and one for each feature that settings of similar bits differ in."""
     found = [f"It has {best.bits:.2f} bits in closed blocks and loses a KL of {probe.kl_of(best):.5f} over the probe."]
     alike = [one for one in tried if abs(one.bits - best.bits) <= ALIKE]
-    has = {one.setting: features(one) for one in alike}
     for name, (what, fact) in FEATURES.items():
-        own = has[best.setting]
         # only rotated keys can be equalized
-        group = [one for one in alike if name != "equalized" or "rotated" in has[one.setting]]
-        within = [probe.kl_of(one) for one in group if name in has[one.setting]]
-        without = [probe.kl_of(one) for one in group if name not in has[one.setting]]
-        if within and without and (name != "equalized" or "rotated" in own):
-            taken = "Taken" if name in own else "Not taken"
+        group = [one for one in alike if name != "equalized" or "rotated" in features(one)]
+        losses: dict[bool, list[float]] = {True: [], False: []}  # by whether settings have the feature
+        for one in group:
+            losses[name in features(one)].append(probe.kl_of(one))
+        if best in group and losses[True] and losses[False]:
+            taken = "Taken" if name in features(best) else "Not taken"
             found.append(
-                f"{taken}: {what}, KL {min(within):.5f} at best with, {min(without):.5f} without; "
+                f"{taken}: {what}, KL {min(losses[True]):.5f} at best with, {min(losses[False]):.5f} without; "
                 f"{fact.format(**probe.facts)}."
             )
     return tuple(found)

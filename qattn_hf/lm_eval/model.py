@@ -134,25 +134,27 @@ class QAttnLM(HFLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
+    def _tokens_read(self, i: int, name: Any, context: list[int], continuation: list[int]) -> tuple[int, ...]:
+        """Return the tokens that the model reads to score request `i`, cut on the left to `max_length`."""
+        if len(continuation) > self.max_length:
+            said = "" if name is None else f" {name[1][:40]!r}..."
+            raise QAttnError(
+                f"request {i}: the continuation{said} has {len(continuation)} tokens, and max_length={self.max_length} "
+                "leaves no room for all of them: raise max_length in model_args, or leave the request out (--limit, "
+                "--samples)"
+            )
+        text = context + continuation
+        if len(text) > self.max_length + 1:
+            log.warning("a text of %d tokens is cut on the left to %d", len(text), self.max_length + 1)
+        return tuple(text[-(self.max_length + 1) : -1])
+
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Score (name, context, continuation) triples. Those that differ only in their last token share a row."""
         shared: dict[tuple[int, ...], list[int]] = {}
-        for i, (name, context, continuation) in enumerate(requests):
-            if len(continuation) > self.max_length:
-                said = "" if name is None else f" {name[1][:40]!r}..."
-                raise QAttnError(
-                    f"request {i}: the continuation{said} has {len(continuation)} tokens, and "
-                    f"max_length={self.max_length} leaves no room for all of them: raise max_length in model_args, or "
-                    "leave the request out (--limit, --samples)"
-                )
-            tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
-            if len(tokens) < len(context + continuation) - 1:
-                log.warning(
-                    "a text of %d tokens is cut on the left to %d", len(context + continuation), len(tokens) + 1
-                )
-            shared.setdefault(tuple(tokens), []).append(i)
+        for i, request in enumerate(requests):
+            shared.setdefault(self._tokens_read(i, *request), []).append(i)
         texts = {tokens: Text(tokens, [requests[i][2] for i in at]) for tokens, at in shared.items()}
         longest_first = sorted(texts.values(), key=lambda text: -len(text.tokens))
         size = override_bs or self.batch_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -151,6 +152,15 @@ def _check_causal(model: PreTrainedModel, kind: str) -> None:
         )
 
 
+def _replaced(module: nn.Module) -> bool:
+    """Return whether the forward of a module instance is a patch.
+
+    Dispatch and tensor parallelism are none, nor is the override of this package in a model that is patched again.
+    """
+    own = vars(module).get("forward")
+    return not (own is None or isinstance(own, BoundMethod) or only_moves(module) or splits(own))
+
+
 def _check_untouched(model: PreTrainedModel) -> None:
     """Refuse a model if other code patched its attention, or what calls it, on instances. It may compute other results.
 
@@ -160,12 +170,8 @@ def _check_untouched(model: PreTrainedModel) -> None:
     patched, decoder = hasattr(model, "_qattn"), decoder_of(model)
     overrides = [] if patched else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
-        own = vars(module).get("forward")
-        # dispatch and tensor parallelism do not count as patches; a model that is patched again has our override
-        if own is None or isinstance(own, BoundMethod) or only_moves(module) or splits(own):
-            continue
-        parts = list(module.modules())
-        around = module is not decoder and any(part is decoder for part in parts)
+        parts = list(module.modules()) if _replaced(module) else []
+        around = module is not decoder and decoder in parts
         if not around and any(hasattr(part, "layer_idx") for part in parts):
             overrides.append(f"{name or type(module).__name__}.forward")
     if overrides:

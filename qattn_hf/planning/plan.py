@@ -212,11 +212,9 @@ class Planner:
         cache, rewritten = 0, list[int]()
         for layer in layers:
             if layer.spec is not None:
-                n_bytes = layer.arena.nbytes
-                # a call may move the blocks of a window
-                rewritten.append(rewritten_bytes(layer.layout) if window_of(layer.spec) is None else n_bytes)
-                cache += -(-n_bytes // ROUNDING) * ROUNDING
-                live.hold(n_bytes)
+                rewritten.append(_rewritten(layer))
+                cache += -(-layer.arena.nbytes // ROUNDING) * ROUNDING
+                live.hold(layer.arena.nbytes)
         with self._counted() as model:
             for tokens, past in self._calls(way, context):
                 with live:  # copies of layer state that the call keeps while it runs (`cache/interrupted.py`)
@@ -254,6 +252,11 @@ class Planner:
         if rest:
             yield rest, whole * chunk
         yield 1, context - 1
+
+
+def _rewritten(layer: activations.CountedLayer) -> int:
+    """Return the bytes of a packed layer that a call may change. It may move the blocks of a window."""
+    return rewritten_bytes(layer.layout) if window_of(layer.layout.spec) is None else layer.arena.nbytes
 
 
 def _last(fits: Callable[[int], bool], most: int, parts: int | None) -> int:

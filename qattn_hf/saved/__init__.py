@@ -79,13 +79,7 @@ def save(cache: Saveable, path: str | Path, input_ids: torch.Tensor | None = Non
     batch = next(layer.batch for layer in cache.layers if layer.batch is not None)
     tensors: Tensors = {}
     if input_ids is not None:
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
-            raise QAttnError(f"input_ids are {shown(input_ids)}: give the tokens as a tensor of whole numbers")
-        if tuple(input_ids.shape) != (batch, tokens):
-            raise QAttnError(
-                f"input_ids are {tuple(input_ids.shape)} and the cache holds {(batch, tokens)}: give the tokens that "
-                "the cache has read, all rows of them"
-            )
+        _check_read(input_ids, batch, tokens)
         tensors["input_ids"] = input_ids.to("cpu", torch.int64).contiguous()
     layers = []
     for i, layer in enumerate(cache.layers):
@@ -107,6 +101,17 @@ def save(cache: Saveable, path: str | Path, input_ids: torch.Tensor | None = Non
         "digests": {name: _digest(tensor) for name, tensor in tensors.items()},
     }
     write(path, header, tensors)
+
+
+def _check_read(input_ids: torch.Tensor, batch: int, tokens: int) -> None:
+    """Check that `input_ids` can be the tokens of a cache with `batch` rows."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        raise QAttnError(f"input_ids are {shown(input_ids)}: give the tokens as a tensor of whole numbers")
+    if tuple(input_ids.shape) != (batch, tokens):
+        raise QAttnError(
+            f"input_ids are {tuple(input_ids.shape)} and the cache holds {(batch, tokens)}: give the tokens that the "
+            "cache has read, all rows of them"
+        )
 
 
 def _layer_out(layer: QAttnLayer | ModelLayer) -> tuple[dict[str, Any], Tensors]:

@@ -41,18 +41,24 @@ class Rows(NamedTuple):
     open_blocks: int
 
 
+def _computes(spec: LayerSpec, scores: Scores) -> bool:
+    """Return whether `one_token` computes steps of a layer."""
+    pool = spec.sink_pool
+    if spec.latent or spec.sparsity.tau > 0 or spec.v.smoothed or pool.select == "attention":
+        return False
+    if pool.num and (scores.window or not spec.v.windowed):
+        return False
+    return all(fmt.windowed or fmt.keeps("put", "write") for fmt in (spec.k, spec.v))
+
+
 def rows_alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> Rows | None:
     """Return the lengths of the rows if `one_token` computes the step of a call with one column, else None.
 
     It does on a CPU, if all rows are equally long and without short blocks, each gets one token, and no block closes.
     After a crop the rows first grow back to their longest length, so that no removed token follows the end."""
-    window, pool = spec.window, spec.sink_pool
-    if span.device.type != "cpu" or spec.latent or spec.sparsity.tau > 0 or pool.select == "attention":
+    if span.device.type != "cpu" or not _computes(spec, scores):
         return None
-    if spec.v.smoothed or (pool.num and (scores.window or not spec.v.windowed)):
-        return None
-    if any(not fmt.windowed and not fmt.keeps("put", "write") for fmt in (spec.k, spec.v)):
-        return None
+    window = spec.window
     rows = [state[name].tolist() for name in ("length", "closed", "open_start", "longest", "origin")]
     length, closed, open_start, longest, origin = (row[0] for row in rows)
     if any(row.count(row[0]) < len(row) for row in rows) or any(real != [0, 1] for real in span.tolist()):

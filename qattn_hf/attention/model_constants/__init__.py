@@ -7,7 +7,7 @@ rotation of keys (`equalize_k`). `checkpoint_scales.py` reads scales from the ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from qattn_kernels.formats.traits import compensates, has_static_scales
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
-Passes = dict[tuple[Any, ...], dict[int, torch.Tensor]]  # results of passes over a model, by the arguments of the pass
+Tensors = dict[int, torch.Tensor]  # by layer
+Passes = dict[tuple[Any, ...], Tensors]  # results of passes over a model, by the arguments of the pass
 
 
 def constants(
@@ -43,15 +44,11 @@ def constants(
     equalized = {i: spec for i, spec in packed.items() if spec.compute.equalize}
     compensated = {i: spec for i, spec in packed.items() if compensates(spec.k)}
     passes = {} if passes is None else passes
-    scales = passes.get(asked := ("equalize_k", *equalized), {})
-    if equalized and not scales:
-        scales = passes[asked] = equalizer.equalizers(model, equalized)
-    _check("equalize_k", equalized, scales)
-    turned = ((i, spec.compute.rotate, spec.compute.equalize) for i, spec in compensated.items())
-    moments = passes.get(asked := ("compensate_k", *turned), {})
-    if compensated and not moments:
-        moments = passes[asked] = compensation.second_moments(model, compensated, scales)
-    _check("compensate_k", compensated, moments)
+    scales = _passed(passes, "equalize_k", equalized, equalized, lambda: equalizer.equalizers(model, equalized))
+    turned = [(i, spec.compute.rotate, spec.compute.equalize) for i, spec in compensated.items()]
+    moments = _passed(
+        passes, "compensate_k", compensated, turned, lambda: compensation.second_moments(model, compensated, scales)
+    )
     found: list[State] = [{} for _ in specs]
     for i, scale in scales.items():
         found[i]["k.equalizer"] = scale
@@ -63,9 +60,17 @@ def constants(
     return found
 
 
-def _check(setting: str, wanted: dict[int, LayerSpec], found: dict[int, torch.Tensor]) -> None:
-    """Refuse a model if the pass found nothing for one of the layers."""
+def _passed(
+    passes: Passes, setting: str, wanted: dict[int, LayerSpec], key: Iterable[Any], run: Callable[[], Tensors]
+) -> Tensors:
+    """Return the results of a pass over a model for the layers of `wanted`, from `passes` or from `run()`.
+
+    Refuses a model if the pass found nothing for one of the layers."""
+    found = passes.get(asked := (setting, *key), {})
+    if wanted and not found:
+        found = passes[asked] = run()
     if missing := wanted.keys() - found.keys():
         raise UnsupportedError(
             f"{setting}: layer {min(missing)} receives no queries in a pass of this model; leave {setting} out"
         )
+    return found
