@@ -32,7 +32,9 @@ launches: list[str] = []  # of kernels, in the interpreter
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     import bounds
+    import interpreter
 
+    interpreter.install()
     bounds.install(launches)
 elif WORKER is not None:  # they share out the GPUs
     torch.cuda.set_device(int(WORKER.removeprefix("gw")) % torch.cuda.device_count())
