@@ -31,6 +31,7 @@ from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.tune import Budget, tune
+from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
 ROWS, CHECK_ROWS, TOKENS, BATCH, AT_TOKENS = 4, 8, 1024, 32, 4096  # as the command's
@@ -130,7 +131,9 @@ def bits_total(model: Model, recipe: Recipe) -> float:
     for layer in packed_layers(model.module):
         heads = head_sizes(config, layer)
         geometry = Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, dtype)
-        n_bytes += layer_bytes(specs[layer], geometry, AT_TOKENS, dtype)
+        spec = specs[layer]
+        assert isinstance(spec, LayerSpec)
+        n_bytes += layer_bytes(spec, geometry, AT_TOKENS, dtype)
         values += values_of(geometry, AT_TOKENS)
     return round(8 * n_bytes / values, 3)
 

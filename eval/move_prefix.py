@@ -55,7 +55,7 @@ def moved(model: Any, cache: QAttnCache, folder: str | None) -> dict[str, Any]:
     found = {"bytes": n_bytes, "bytes_per_token": round(n_bytes / int(cache.get_seq_length()), 1)}
     times = {"save": save, "load": load, "load_unchecked": unchecked}
     if torch.cuda.device_count() > 1:
-        tensors = [layer.arena for layer in cache.packed]
+        tensors = [layer.arena for layer in cache.packed if layer.arena is not None]
         times["gpu_to_gpu"] = seconds(lambda: [tensor.to("cuda:1") for tensor in tensors])
     for name, value in times.items():
         found |= {f"{name}_s": round(value, 4), f"{name}_gib_per_s": round(n_bytes / value / 2**30, 2)}

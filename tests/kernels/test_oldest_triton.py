@@ -1,4 +1,4 @@
-"""The oldest supported Triton reads every kernel. Its language is smaller: it has no `len` of arguments, for example."""
+"""The oldest supported Triton reads every kernel. Its language is smaller: it has no `len` of arguments."""
 
 from __future__ import annotations
 
