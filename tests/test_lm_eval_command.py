@@ -16,7 +16,7 @@ from qattn_hf.assets import demo_model_dir
 from qattn_hf.cli import main
 
 WHY = "lm-eval is not installed: pip install 'qattn-hf[eval]'"
-# `python -m qattn_hf.lm_eval`, which finds our tasks alone: to find lm-eval's own takes each process 13 seconds
+# `python -m qattn_hf.lm_eval` that finds the tasks of this package only. Each process would need 13 seconds for all
 OURS = """
 import functools, runpy
 from lm_eval import tasks
