@@ -17,28 +17,29 @@ def install() -> None:
     patched: set[str] = set()  # modules of Triton's language, in the launch that runs
 
     def patch_once(function: Any) -> Any:
-        """Device functions find their language patched, where Triton searches all its names again at each call."""
+        """Patch the language for a kernel. Triton also does so for each call of a device function, which takes longer
+        than the call."""
         if (names := languages(function)) <= patched:
             return interpreter._LangPatchScope()
         patched.update(names)
         return patch(function)
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()  # the launch before has put the language back
+        patched.clear()  # each launch restores the language at its end
         run(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch
-    # Sums of integers are computed twice, in 64 bits too, and compared. Only `debug` would report a difference.
+    # Integers are added and multiplied a second time in 64 bits. Only `debug` would report an overflow.
     options = interpreter.interpreter_builder.options
     assert not options.debug
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    find, found = interpreter._get_np_dtype, dict[str, Any]()
+    find, types = interpreter._get_np_dtype, dict[str, Any]()
 
     def numpy_type(kind: Any) -> Any:
-        """Keep what Triton finds in a table that it makes at each call. Its types have no hash, but names."""
-        if kind.name not in found:
-            found[kind.name] = find(kind)
-        return found[kind.name]
+        """Return NumPy's type for one of Triton's. Triton builds a table of all types for each answer."""
+        if kind.name not in types:
+            types[kind.name] = find(kind)
+        return types[kind.name]
 
     interpreter._get_np_dtype = numpy_type
 

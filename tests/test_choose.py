@@ -22,11 +22,13 @@ from qattn_hf.model.decoder import decoder_of
 from qattn_hf.recipes.chosen import Chosen
 from qattn_kernels.layer.spec import SHORT_CALL
 
+pytestmark = pytest.mark.xdist_group("choices")  # one process measures the weights, which most tests share
 probe = import_module("qattn_hf.choosing.probe")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch):
+@pytest.fixture
+def nothing_known(monkeypatch):
+    """For tests that count what is measured. The others take what earlier ones measured of the same weights."""
     monkeypatch.setattr(probe, "_known", {})
 
 
@@ -80,14 +82,14 @@ def test_a_kl_gets_the_fewest_bits_that_keep_it():
     assert chosen(model, kl=0.2).setting_bits < found.setting_bits
 
 
-def test_the_choice_is_the_same_when_it_is_made_again(monkeypatch):
+def test_the_choice_is_the_same_when_it_is_made_again(monkeypatch, nothing_known):
     first = chosen(noisy_llama(), bits=3.5)
     monkeypatch.setattr(probe, "_known", {})
     again = chosen(noisy_llama(), bits=3.5)
     assert again.tried == first.tried and again.setting == first.setting and again.facts == first.facts
 
 
-def test_weights_are_probed_once_and_other_weights_anew():
+def test_weights_are_probed_once_and_other_weights_anew(nothing_known):
     model = noisy_llama()
     calls = calls_of(model)
     found = chosen(model, bits=3.5)
@@ -105,7 +107,7 @@ def test_weights_are_probed_once_and_other_weights_anew():
     assert chosen(model, bits=3.5).facts != found.facts and len(calls) > 10
 
 
-def test_another_budget_measures_what_is_new_alone():
+def test_another_budget_measures_what_is_new_alone(nothing_known):
     model = noisy_llama()
     chosen(model, bits=4.5)
     calls = calls_of(model)
@@ -171,7 +173,7 @@ def test_a_copy_and_unpatch():
 
 
 @pytest.mark.parametrize("earlier", [None, "int8"])
-def test_a_probe_that_fails_leaves_the_model_as_it_was(monkeypatch, earlier: str | None):
+def test_a_probe_that_fails_leaves_the_model_as_it_was(monkeypatch, nothing_known, earlier: str | None):
     model, ids = noisy_llama(), random_ids(1, 50)
     if earlier is not None:
         patch(model, earlier)
@@ -187,7 +189,7 @@ def test_a_probe_that_fails_leaves_the_model_as_it_was(monkeypatch, earlier: str
     assert (model._qattn.recipe.method if earlier else hasattr(model, "_qattn")) == (earlier or False)
 
 
-def test_a_patched_model_chooses_as_an_unpatched_one():
+def test_a_patched_model_chooses_as_an_unpatched_one(nothing_known):
     model = noisy_llama()
     found = chosen(model, bits=3.5)
     probe._known.clear()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qattn_hf import list_methods
 from qattn_hf.recipes.families import list_families
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +36,7 @@ print(json.dumps({
     "qattn_kernels": qattn_kernels.__file__,
     "version": qattn_hf.__version__,
     "recipe": qattn_hf.load_recipe("turbo").method,
+    "methods": qattn_hf.list_methods(),
     "configs": sorted(p.name for p in configs_dir().glob("*.yaml")),
     "families": sorted(t for family in list_families() for t in family.model_types),
     "tasks": sorted(p.name for p in tasks_dir().glob("*.yaml")),
@@ -99,11 +101,9 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     assert found["recipe"] == "turbo" and found["layers"] >= 1
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
     assert found["tuned"] == "NVIDIA H200"
-    assert found["families"] == FAMILIES
+    assert found["families"] == FAMILIES and found["methods"] == list_methods()
     assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
     assert f"qattn_hf-{found['version']}-" in built[1].name
-    listed = run(fresh_environment.parent / "qattn", "methods", cwd=tmp_path)
-    assert "turbo:" in listed
     answered = run(fresh_environment.parent / "qattn", "demo", "--max-new-tokens", "4", cwd=tmp_path)
     assert "Verdict: turbo picks" in answered
 

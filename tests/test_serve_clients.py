@@ -145,7 +145,11 @@ def test_openais_client_is_served(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--no-batching"]], ids=["together", "in turn"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param([], marks=pytest.mark.exhaustive), ["--no-batching"]],  # `.ci/run` has the first as a step
+    ids=["together", "in turn"],
+)
 def test_a_process_is_started_asked_and_ended_by_ctrl_c(more: list[str]):
     """By the script that CI runs, too: a chat without any argument, and Ctrl-C in a stream."""
     command = [sys.executable, str(ROOT / ".ci" / "serve.py"), sys.executable, "-m", "qattn_hf", *more]

@@ -1,5 +1,5 @@
-"""How threads hold the bytes that the decode kernel looks levels up by: `python lookup_layouts.py DIM METHOD...` prints
-`METHOD LAYOUT` for each lookup, the layout as in Triton's GPU dialect.
+"""How threads hold the bytes that the decode kernel looks levels up by: `python lookup_layouts.py DIM METHOD...`
+prints `DIM METHOD LAYOUT` for each lookup, the layout as in Triton's GPU dialect.
 
 The kernel is compiled for a Hopper GPU and not run; no GPU is needed.
 """
@@ -24,8 +24,8 @@ def layouts(text: str) -> list[str]:
     return [known.get(name, name) for name in LOOKUP.findall(text)]
 
 
-def main(dim: str, *methods: str) -> None:
-    for method in methods:
+def main(*kinds: str) -> None:
+    for dim, method in zip(kinds[::2], kinds[1::2], strict=True):
         name, settings = split_method(method)
         texts: list[str] = []
         with follow_launches(lambda *_: None):
@@ -42,7 +42,7 @@ def main(dim: str, *methods: str) -> None:
             spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
             serve(spec, int(dim), [(2, 300)])
         for layout in (layout for text in texts for layout in layouts(text)):
-            print(method, layout)
+            print(dim, method, layout)
 
 
 if __name__ == "__main__":
