@@ -170,6 +170,21 @@ def no_grad() -> Iterator[None]:
 
 
 @pytest.fixture
+def qattn(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command line in this process: `(exit code, stdout, stderr)`."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        from qattn_hf.cli import main
+
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
 def stock() -> Any:
     """A tiny Llama that nobody patched, fresh for each test."""
     from refusals import tiny

@@ -49,17 +49,9 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def qattn(capsys, monkeypatch):
-    """Run the command line in this process: `(exit code, stdout, stderr)`."""
+def qattn(qattn, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
+    return qattn
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import json
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import yaml
+from test_eval_scripts import script
 from typer.main import get_command
 
 import qattn_hf
@@ -42,15 +42,6 @@ def anchors_of(path: Path) -> set[str]:
     """Of a page's headings, as GitHub and mkdocs write them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(path)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-
-
-def hook(name: str) -> ModuleType:
-    """A hook of the site: a Python file of docs/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
@@ -142,7 +133,7 @@ def test_dead_links_of_a_built_site_are_found(tmp_path: Path):
     good = '<a href="other/">1</a><a href="other/#here">2</a><a href="#top">3</a><b id="top"></b><a href="https://x.y">4</a>'
     bad = '<a href="other/#there">5</a><a href="quickstart.ipynb">6</a>'
     (tmp_path / "index.html").write_text(good + bad, encoding="utf-8")
-    assert hook("check_links").broken(tmp_path) == [
+    assert script("check_links", "docs").broken(tmp_path) == [
         "index.html: other/#there",
         "index.html: quickstart.ipynb",
         "other/index.html: gone.png",
@@ -150,7 +141,7 @@ def test_dead_links_of_a_built_site_are_found(tmp_path: Path):
 
 
 def test_a_source_link_leads_to_the_line_of_its_name():
-    pages = hook("source_pages")
+    pages = script("source_pages", "docs")
     links = list(pages.LINK.finditer(text_of(ROOT / "docs" / "api.md")))
     assert len([link for link in links if link["name"]]) > 10
     for link in links:

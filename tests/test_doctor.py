@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from refusals import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from qattn_hf import QAttnError, RecipeError, UnsupportedError, patch
-from qattn_hf.cli import main
 from qattn_hf.compare import size_of
 from qattn_hf.planning import doctor, machine
 from qattn_hf.planning.cards import CARDS
@@ -27,14 +27,8 @@ REFUSED = {
 
 
 @pytest.fixture
-def qattn(capsys):
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["doctor", *arguments])
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
+def qattn(qattn):
+    return partial(qattn, "doctor")
 
 
 def config_of(family: str):

@@ -22,9 +22,9 @@ from qattn_hf.recipes.spelling import split_methods
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def script(name: str) -> ModuleType:
-    """`eval/NAME.py` as a module; `eval/` is a folder of scripts, not a package."""
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
+def script(name: str, folder: str = "eval") -> ModuleType:
+    """A script as a module. `eval/` and `docs/` are no packages."""
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -14,7 +14,6 @@ from qattn_hf import QAttnCache, QAttnError, patch
 from qattn_hf.assets import demo_model_dir
 from qattn_hf.attention.observe import Call, observed
 from qattn_hf.cache.sizes import size_of
-from qattn_hf.cli import main
 from qattn_hf.fidelity.compare import ShadowCaches, compare
 from qattn_hf.reading.chunks import feed
 from qattn_hf.reading.metrics import AttentionSums, over_layers, pareto, text_figures, token_figures
@@ -201,24 +200,20 @@ def test_rows_are_parted_evenly():
     assert some.flatten().tolist() == [0, 2, 4] and others.flatten().tolist() == [1, 3, 5, 6]
 
 
-def qattn(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", "--device", "cpu", *arguments])
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
+COMPARE = ("compare", "--device", "cpu")
 
 
-def test_the_command_prints_a_table_and_writes_rows_and_a_picture(capsys, tmp_path):
+def test_the_command_prints_a_table_and_writes_rows_and_a_picture(qattn, tmp_path):
     small = ("--rows", "1", "--tokens", "150", "--steps", "2")
     files = ("--output", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "rows.png"))
-    code, out, _ = qattn(capsys, "--method", "none,turbo:k_bits=4,v_bits=2", *small, *files)
+    code, out, _ = qattn(*COMPARE, "--method", "none,turbo:k_bits=4,v_bits=2", *small, *files)
     assert code == 0 and "turbo:k_bits=4,v_bits=2" in out and "Pareto" in out
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [row["method"] for row in written["rows"]] == ["none", "turbo:k_bits=4,v_bits=2"]
     assert written["rows"][1]["recipe"] == {"method": "turbo", "k_bits": 4, "v_bits": 2}
     assert written["versions"]["torch"]
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
-    code, out, _ = qattn(capsys, "--method", "int8", "--json", *small)
+    code, out, _ = qattn(*COMPARE, "--method", "int8", "--json", *small)
     row = json.loads(out)
     assert code == 0 and row["method"] == "int8" and row["kl_se"] is None and len(row["layers"]) == 8
 
@@ -232,6 +227,6 @@ def test_the_command_prints_a_table_and_writes_rows_and_a_picture(capsys, tmp_pa
         (("--dtype", "int8"), "'float32'"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(capsys, arguments: tuple[str, ...], said: str):
-    code, _, error = qattn(capsys, *arguments)
+def test_what_cannot_be_compared_is_one_line(qattn, arguments: tuple[str, ...], said: str):
+    code, _, error = qattn(*COMPARE, *arguments)
     assert code in (1, 2) and said in error and len(error.strip().splitlines()) == 1

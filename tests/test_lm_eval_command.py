@@ -27,21 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def qattn(capsys, monkeypatch):
-    """Run the command line in this process: `(exit code, stdout, stderr)`; of lm-eval's tasks it finds ours alone."""
+def qattn(qattn, monkeypatch):
+    """Run `qattn eval`. Of lm-eval's tasks it finds ours alone."""
     lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason=WHY)
     from qattn_hf.lm_eval import run as evaluation
 
     few = functools.partial(lm_eval_tasks.TaskManager, include_defaults=False)  # to find all takes 5 seconds
     monkeypatch.setattr(evaluation, "TaskManager", few)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["eval", *arguments])
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
+    return functools.partial(qattn, "eval")
 
 
 def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):

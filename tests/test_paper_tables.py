@@ -145,8 +145,8 @@ def test_each_residual_of_table_3_leaves_other_tokens_packed(monkeypatch):
 def test_heads_of_keys_and_values_are_ranked_together():
     """Values are a tenth of keys, so of each layer all their heads come before the first of keys."""
     table = TABLES["turbo_heads"]
-    _, k, v = table.made()
-    layers = [(k[0], v[0] / 10)] * 2
+    q, k, v = table.made()
+    layers = [(q[0], k[0], v[0] / 10)] * 2
     lists = table.jointly(layers, "priority", 10)
     assert lists["v_low_heads"] == [list(range(8))] * 2 and lists["k_low_heads"] == [[2, 4]] * 2
     get_method("turbo")(bits="mixed", **lists)

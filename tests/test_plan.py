@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig
 
 from qattn_hf import QAttnError, UnsupportedError, patch
-from qattn_hf.cli import main
 from qattn_hf.layer.window_layer import WindowLayer
 from qattn_hf.methods import get_method
 from qattn_hf.model.layer_kinds import WindowLayerSpec
@@ -318,14 +317,8 @@ def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch, reach,
 
 
 @pytest.fixture
-def qattn(capsys):
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["plan", *arguments])
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
+def qattn(qattn):
+    return partial(qattn, "plan")
 
 
 @pytest.fixture

@@ -9,23 +9,12 @@ import pytest
 from helpers import tiny_llama
 from transformers import AutoConfig
 
-from qattn_hf.cli import main
 from qattn_hf.planning.check import check
 from qattn_hf.planning.plan import Memory, Planner
 
 THETA = {"rope_theta": 10000.0}
 YARN = {**THETA, "rope_type": "yarn", "factor": 4.0}
 SMALL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@pytest.fixture
-def qattn(capsys):
-    def run(*arguments: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        return int(ended.value.code or 0), capsys.readouterr().out
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -60,9 +49,9 @@ def test_the_commands_warn_beyond_the_positions(rope, qattn, tmp_path, monkeypat
     model, longest = (str(tmp_path), "--gpu-memory", "1GiB", "--method", "int8"), [64]
     for tokens in (positions, positions + 64):
         said = f"{tokens} tokens are more than the {positions} positions"
-        code, out = qattn("doctor", str(tmp_path), "--at-tokens", str(tokens))
+        code, out, _ = qattn("doctor", str(tmp_path), "--at-tokens", str(tokens))
         assert code == 0 and (said in out) == (tokens > positions)
         for context, longest[0] in ((tokens, 64), (64, tokens)):
-            code, out = qattn("plan", *model, "--context", str(context))
+            code, out, _ = qattn("plan", *model, "--context", str(context))
             assert code == 0 and (said in out) == (tokens > positions)
     assert json.loads(qattn("plan", *model, "--json")[1])["positions"] == positions

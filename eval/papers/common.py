@@ -188,6 +188,18 @@ def has_sinks(run: Run) -> bool:
     return bool(torch.stack(mass).mean() > MASS)
 
 
+def first_row(run: Run) -> list[Layer]:
+    """Return queries `[Hq, S, D]`, keys and values `[H, S, D]` of each layer that reads the first row, in fp32."""
+    found: list[Layer] = []
+
+    def keep(call: Call) -> None:
+        found.append((call.query[0].float().cpu(), call.keys[0].float().cpu(), call.values[0].float().cpu()))
+
+    with observed(run.model, keep), torch.inference_mode():
+        run.model(run.reading.ids[:1].to(run.model.device), use_cache=False)
+    return found
+
+
 def made_layer(
     tokens: int = 512, sinks: tuple[int, ...] = (0, 170), heads: int = 4, dim: int = 64, seed: int = 0
 ) -> Layer:

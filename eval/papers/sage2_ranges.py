@@ -14,9 +14,8 @@ from collections.abc import Iterator
 
 import torch
 from papers import sage2
-from papers.common import About, Claim, Row, Run, column, not_below, row, sources
+from papers.common import About, Claim, Row, Run, column, first_row, not_below, row, sources
 
-from qattn_hf.attention.observe import Call, observed
 from qattn_hf.model.loading import short_name
 
 ABOUT = About(
@@ -43,19 +42,8 @@ def information(q: torch.Tensor) -> float:
     return (torch.special.entr(share).sum(-1) / torch.tensor(2.0).log()).mean().item()
 
 
-def of_model(run: Run) -> list[sage2.Layer]:
-    found: list[sage2.Layer] = []
-
-    def keep(call: Call) -> None:
-        found.append((call.query[0].float().cpu(), call.keys[0].float().cpu(), call.values[0].float().cpu()))
-
-    with observed(run.model, keep), torch.inference_mode():
-        run.model(run.reading.ids[:1].to(run.model.device), use_cache=False)
-    return found
-
-
 def measure(run: Run) -> Iterator[Row]:
-    for source, layers in (("made", sage2.made()), (short_name(run.name), of_model(run))):
+    for source, layers in (("made", sage2.made()), (short_name(run.name), first_row(run))):
         found = []
         for i, (q, k, v) in enumerate(layers):
             ours = {"Q": bias(q), "K": bias(k), "V": bias(v), PLAIN: information(q)}

@@ -20,9 +20,21 @@ from pathlib import Path
 import papers.paper_turbo  # noqa: F401  registers the method
 import torch
 import yaml
-from papers.common import About, Claim, Layer, Row, Run, column, in_order, layer_error, not_below, row, text_rows
+from papers.common import (
+    About,
+    Claim,
+    Layer,
+    Row,
+    Run,
+    column,
+    first_row,
+    in_order,
+    layer_error,
+    not_below,
+    row,
+    text_rows,
+)
 
-from qattn_hf.attention.observe import Call, observed
 from qattn_kernels.formats.flashq.reference import head_priority
 
 ABOUT = About(
@@ -47,28 +59,16 @@ def made() -> Layer:
     return q, k, v
 
 
-def jointly(layers: list[tuple[torch.Tensor, torch.Tensor]], ranking: str, n: int) -> Lists:
-    """Of keys and values `[H, S, D]` of each layer, the `n` of its `2 H` heads that the ranking puts lowest."""
+def jointly(layers: list[Layer], ranking: str, n: int) -> Lists:
+    """Return the `n` of the `2 H` heads of each layer that the ranking puts lowest. `layers`: as of `first_row`."""
     lists: Lists = {"k_low_heads": [], "v_low_heads": []}
-    for k, v in layers:
+    for _, k, v in layers:
         both = torch.cat([k, v])[None]
         keep, scale = torch.ones(1, *both.shape[1:3], dtype=torch.bool), torch.ones(1, both.shape[1])
         low = head_priority(both, scale, keep, ranking)[0].sort(stable=True).indices[:n].tolist()
         lists["k_low_heads"].append(sorted(head for head in low if head < len(k)))
         lists["v_low_heads"].append(sorted(head - len(k) for head in low if head >= len(k)))
     return lists
-
-
-def of_model(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each layer that reads the first row."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(call: Call) -> None:
-        found.append((call.keys[0].float().cpu(), call.values[0].float().cpu()))
-
-    with observed(run.model, keep), torch.inference_mode():
-        run.model(run.reading.ids[:1].to(run.model.device), use_cache=False)
-    return found
 
 
 def measure(run: Run) -> Iterator[Row]:
@@ -83,7 +83,7 @@ def measure(run: Run) -> Iterator[Row]:
             yield row(
                 MADE, f"{n} of {2 * HEADS} by {ranking}", {}, layer_error("turbo:bits=mixed,sink_num=0", layer, **lists)
             )
-    heads, layers = run.model.config.num_key_value_heads, of_model(run)
+    heads, layers = run.model.config.num_key_value_heads, first_row(run)
     ways = {
         f"{heads // 2} by {ranking}": f"paper_turbo:bits=mixed,sink_num=0,priority={ranking}" for ranking in RANKINGS
     }
