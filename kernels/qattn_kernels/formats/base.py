@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -63,26 +64,6 @@ class Operand(NamedTuple):
         `move` receives `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`."""
         scale = None if self.scale is None else move(self.scale[..., None])[..., 0]
         return Operand(move(self.x), scale, None if self.mean is None else move(self.mean))
-
-
-class Codes(NamedTuple):
-    """Packed blocks whose codes are not multiplied yet. `code * unit + zero` gives the INT8 `x` of their `Operand`.
-
-    Attributes:
-        code: fp32 `[B, Hkv, blocks, block, D]`. A product of `unit` with INT8 numbers and codes sums exactly.
-        unit, zero: fp32 `[B, Hkv, blocks, 1, D]`.
-        scale: fp32 `[B, Hkv, blocks, block]`, as in `Operand`.
-    """
-
-    code: torch.Tensor
-    unit: torch.Tensor
-    zero: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the numbers."""
-        return self.code.shape
 
 
 @dataclass(frozen=True)
@@ -184,10 +165,12 @@ class Format:
         """Name of the format in reports."""
         return self.name
 
-    def keeps(self, shortcut: str, operation: str) -> bool:
+    @classmethod
+    @lru_cache(maxsize=256)  # every layer asks at every step
+    def keeps(cls, shortcut: str, operation: str) -> bool:
         """Return whether a method or property may replace an operation. It may not if the format has none, or if a
         subclass overrides the operation alone."""
-        owner = next(cls for cls in type(self).__mro__ if shortcut in vars(cls) or operation in vars(cls))
+        owner = next(base for base in cls.__mro__ if shortcut in vars(base) or operation in vars(base))
         return owner is not Format and shortcut in vars(owner)
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
@@ -240,11 +223,6 @@ class Format:
     def read(self, state: State, blocks: int) -> Operand:
         """Return the first `blocks` blocks `[B, Hkv, blocks, block, D]`, dequantized as far as a product needs."""
         raise NotImplementedError
-
-    def read_codes(self, state: State, blocks: int) -> Codes | None:
-        """Return the first `blocks` blocks without their channel scales; None if the format has none, or codes too
-        large."""
-        return None
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         """Return the bits per code of each head in each row, `[B][Hkv]`; 0 while undecided."""

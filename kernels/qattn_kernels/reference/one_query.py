@@ -1,7 +1,6 @@
 """Attention of one query per row over all tokens of its row, in plain PyTorch: `attention.attend`, bit for bit.
 
-Products of integers are exact in fp32 in any order. They therefore run over parts of a row, and before the channel
-scales of packed codes."""
+Products of integers are exact in fp32 in any order."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from qattn_kernels.formats import Operand
-from qattn_kernels.formats.base import Codes, int8_tokens
+from qattn_kernels.formats.base import int8_tokens
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute
 from qattn_kernels.reference.softmax import sas_exp
@@ -34,69 +33,35 @@ class Tokens(NamedTuple):
     v: Operand
 
 
-class Side(NamedTuple):
-    """All tokens of one side: packed blocks, sinks, open tokens. Slots without a token hold any finite numbers.
-
-    Attributes:
-        parts: runs of tiles `[B, Hkv, n, block, D]`. There are several only if a product with them is exact in any
-            order: if all are INT8.
-        scale: fp32 `[B, Hkv, n, block]` of all tiles, as in `Operand`.
-        mean: fp32 `[B, Hkv, n, 1, D]` of all tiles, as in `Operand`.
-    """
-
-    parts: list[torch.Tensor | Codes]
-    scale: torch.Tensor | None
-    mean: torch.Tensor | None
-
-    def numbers(self) -> torch.Tensor:
-        """Return the tokens dequantized, fp32 `[B, Hkv, n, block, D]`, without the mean."""
-        (x,) = self.parts
-        assert isinstance(x, torch.Tensor)
-        return Operand(x, self.scale).dequantize()
-
-    def integers(self, levels: int) -> tuple[list[torch.Tensor | Codes], torch.Tensor]:
-        """Return parts and scales, of INT8 codes up to `levels` if the tokens have no scales."""
-        if self.scale is not None:
-            return self.parts, self.scale
-        coded = int8_tokens(self.numbers(), levels)
-        return [coded.x], coded.scales
+def _integers(x: Operand, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of `x`, of INT8 codes up to `levels` if it has no scales."""
+    coded = int8_tokens(x.x.float(), levels) if x.scale is None else x
+    return coded.x.float(), coded.scales
 
 
-def _key_products(q: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
-    """Return the products of fp32 `q` `[B, Hkv, G, D]` and keys, `[B, Hkv, G, n, block]`."""
-    if isinstance(part, torch.Tensor):
-        return (q @ part.float().flatten(2, 3).mT).unflatten(3, part.shape[2:4])
-    products = (q.unsqueeze(2) * part.unit) @ part.code.mT
-    return products.transpose(2, 3).add_((q @ part.zero.squeeze(3).mT).unsqueeze(4))
+def _key_products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the products of fp32 `q` `[B, Hkv, G, D]` and keys `[B, Hkv, n, block, D]`, `[B, Hkv, G, n, block]`."""
+    return (q @ k.flatten(2, 3).mT).unflatten(3, k.shape[2:4])
 
 
-def _value_products(p: torch.Tensor, part: torch.Tensor | Codes) -> torch.Tensor:
-    """Return the products of weights `p` `[B, Hkv, n, G, block]` and values of each tile, `[B, Hkv, n, G, D]`."""
-    if isinstance(part, torch.Tensor):
-        return p @ part.float()
-    return (p @ part.code).mul_(part.unit).add_(p.sum(-1, keepdim=True) * part.zero)
-
-
-def _scores(tokens: Tokens, k: Side, compute: Compute, softcap: float) -> torch.Tensor:
+def _scores(tokens: Tokens, k: Operand, compute: Compute, softcap: float) -> torch.Tensor:
     """Return the scores `[B, Hkv, G, n, block]` of the queries, soft-capped, not masked."""
-    shape = (len(tokens.q), k.parts[0].shape[1], -1, tokens.q.shape[3])
+    shape = (len(tokens.q), k.x.shape[1], -1, tokens.q.shape[3])
     q = tokens.q.view(shape)
     if tokens.coded is not None:
-        parts, scales = k.integers(compute.qk_levels)
-        codes = tokens.coded.x.float().view(shape)
-        products = [_key_products(codes, part) for part in parts]
-        s = torch.cat(products, 3) if len(products) > 1 else products[0]
+        codes, scales = _integers(k, compute.qk_levels)
+        s = _key_products(tokens.coded.x.float().view(shape), codes)
         s.mul_(tokens.coded.scales.reshape(*shape[:3], 1, 1)).mul_(scales.unsqueeze(2))
         if k.mean is not None:
             s.add_((q.double() @ k.mean.squeeze(3).double().mT).float().unsqueeze(4))
     else:
-        s = _key_products(q, k.numbers())
+        s = _key_products(q, k.dequantize())
     return s.div_(softcap).tanh_().mul_(softcap) if softcap else s
 
 
-def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded_products(p: torch.Tensor, v: Operand, compute: Compute) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row sums `[B, Hkv, G, n]` of weights `p`, and the products `[B, Hkv, n, G, D]` of rounded weights."""
-    parts, scales = v.integers(compute.pv_levels)
+    codes, scales = _integers(v, compute.pv_levels)
     scales = scales.unsqueeze(2)
     w = p * scales
     scale = w.amax(-1) / compute.pv_levels
@@ -106,22 +71,18 @@ def _rounded_products(p: torch.Tensor, v: Side, compute: Compute) -> tuple[torch
         sums = torch.where(none, p, w * scale[..., None] / torch.where(none, 1.0, scales)).sum(-1)
     else:
         sums = p.sum(-1)
-    w, products, first = w.transpose(2, 3), [], 0
-    for part in parts:
-        products.append(_value_products(w.narrow(2, first, part.shape[2]), part))
-        first += part.shape[2]
-    out = torch.cat(products, 2) if len(products) > 1 else products[0]
-    return sums, out.mul_(scale.transpose(2, 3).unsqueeze(4))
+    return sums, (w.transpose(2, 3) @ codes).mul_(scale.transpose(2, 3).unsqueeze(4))
 
 
 def attend_one(
-    tokens: Tokens, k: Side, v: Side, hide: Callable[[torch.Tensor], None], compute: Compute, scores: Scores
+    tokens: Tokens, k: Operand, v: Operand, hide: Callable[[torch.Tensor], None], compute: Compute, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `attention.attend` in a decode, for one finite query per row that sees at least one token.
 
     Args:
         tokens: the queries.
-        k, v: keys and values of the rows.
+        k, v: keys and values of the rows, `[B, Hkv, n, block, D]`: packed blocks, sinks, open tokens. Slots without a
+            token hold any finite numbers.
         hide: sets scores `[B, Hkv, G, n, block]` of tokens that the query does not see to -inf.
         compute: the layer's arithmetic.
         scores: soft cap and sinks of the scores.
@@ -129,7 +90,7 @@ def attend_one(
     Returns:
         fp32 output `[B, Hq, 1, Dv]` and log-sum-exp `[B, Hq, 1]`.
     """
-    heads, shape = k.parts[0].shape[1], tokens.q.shape[:3]
+    heads, shape = k.x.shape[1], tokens.q.shape[:3]
     s = _scores(tokens, k, compute, scores.softcap)
     hide(s)
 
@@ -145,7 +106,7 @@ def attend_one(
     if compute.decode == "int8" and compute.pv == "int8":
         sums, out = _rounded_products(p, v, compute)
     else:
-        sums, out = p.sum(-1), _value_products(p.transpose(2, 3), v.numbers())
+        sums, out = p.sum(-1), p.transpose(2, 3) @ v.dequantize()
     total = (sums * rescale).sum(-1)
     total = total if sinks is None else total + torch.exp(sinks - last)
     out = out.mul_(rescale.transpose(2, 3).unsqueeze(4)).sum(2).div_(total.unsqueeze(3))

@@ -70,6 +70,8 @@ def joined_side(a: Operand, b: Operand) -> Operand:
     if (a.mean is None) != (b.mean is None):
         a, b = a.centered(), b.centered()
     scale, mean = (None if x is None or y is None else torch.cat([x, y], 2) for x, y in zip(a[1:], b[1:], strict=True))
+    if a.x.stride(3) < a.x.stride(4):  # keep the layout: a change of layout takes longer than the copy
+        return Operand(torch.cat([a.x.mT, b.x.mT], 2).mT, scale, mean)
     return Operand(torch.cat([a.x, b.x], 2), scale, mean)
 
 
