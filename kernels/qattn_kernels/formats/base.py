@@ -324,6 +324,9 @@ def at_fp16_max(stored: torch.Tensor) -> torch.Tensor:
 def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:
     """Set `arena[b, :, index[b]] = values[b]` for rows with `write` true. `arena` is `[B, H, NB, ...]`."""
     rows = torch.arange(arena.shape[0], device=arena.device)
+    if write.device.type == "cpu" and write.all():  # asking does not wait for the device
+        arena[rows, :, index] = values.to(arena.dtype)
+        return
     kept = arena[rows, :, index]
     mask = write.view(-1, *[1] * (values.dim() - 1))
     arena[rows, :, index] = torch.where(mask, values.to(arena.dtype), kept)

@@ -20,7 +20,7 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.table import read_sinks
-from qattn_kernels.reference.one_query import Tokens, attend_one
+from qattn_kernels.reference.finite_queries import attend_finite
 from qattn_kernels.reference.rows import bits_to_bool, open_span_blocks
 from qattn_kernels.reference.tiles import joined_side, last_hidden
 
@@ -39,6 +39,21 @@ class Rows(NamedTuple):
     closed: int
     open_start: int
     open_blocks: int
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values of one token per row.
+
+    Attributes:
+        q: fp32 `[B, Hq, 1, D]`, multiplied by the softmax scale.
+        coded: `q` in INT8, for integer products; else None.
+        k, v: `[B, Hkv, 1, D]` in the form of open tokens.
+    """
+
+    q: torch.Tensor
+    coded: Operand | None
+    k: Operand
+    v: Operand
 
 
 def rows_alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> Rows | None:
@@ -90,7 +105,7 @@ def one_token(
         state[name].add_(1)
     state["longest"].copy_(state["length"])
     hide = partial(_hide, state, spec, scores, rows)
-    out, lse = attend_one(tokens, keys, values, hide, spec.compute, scores)
+    out, lse = attend_finite(tokens.q, tokens.coded, keys, values, hide, spec.compute, scores)
     return out.to(q.dtype), lse
 
 
@@ -204,8 +219,8 @@ def _masked(state: State, spec: LayerSpec, rows: Rows) -> torch.Tensor:
 
 
 def _hide_copies(state: State, packed: int, block: int, s: torch.Tensor) -> None:
-    """Hide what `_masked` says if all tokens are finite: of each sink the copy in its block, or its place in the table
-    if that is free or no longer read.
+    """Hide the tokens of `_masked` if all are finite: the copy of each sink in its block, or its place in the table if
+    the copy is read or the place is free.
 
     Args:
         packed: tokens in packed blocks. They come first in the scores `s` `[B, Hkv, G, tokens]`, then the sinks."""

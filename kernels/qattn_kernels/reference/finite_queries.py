@@ -1,11 +1,11 @@
-"""Attention of one query per row over all tokens of its row, in plain PyTorch: `attention.attend`, bit for bit.
+"""Attention of finite queries that each see a token, in plain PyTorch: `attention.attend` in fewer operations.
 
-Products of integers are exact in fp32 in any order."""
+Operations work in place, and the caller masks scores. Numbers are the same: products of integers are exact in fp32 in
+any order, and all else is computed as there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -18,21 +18,6 @@ from qattn_kernels.reference.softmax import sas_exp
 LOWEST = torch.finfo(torch.float32).min
 
 
-class Tokens(NamedTuple):
-    """Queries, keys and values of one token per row.
-
-    Attributes:
-        q: fp32 `[B, Hq, 1, D]`, multiplied by the softmax scale.
-        coded: `q` in INT8, for integer products; else None.
-        k, v: `[B, Hkv, 1, D]` in the form of open tokens.
-    """
-
-    q: torch.Tensor
-    coded: Operand | None
-    k: Operand
-    v: Operand
-
-
 def _integers(x: Operand, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales of `x`, of INT8 codes up to `levels` if it has no scales."""
     coded = int8_tokens(x.x.float(), levels) if x.scale is None else x
@@ -40,18 +25,18 @@ def _integers(x: Operand, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _key_products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the products of fp32 `q` `[B, Hkv, G, D]` and keys `[B, Hkv, n, block, D]`, `[B, Hkv, G, n, block]`."""
+    """Return `[B, Hkv, G * T, n, block]`: fp32 `q` `[B, Hkv, G * T, D]` times keys `[B, Hkv, n, block, D]`."""
     return (q @ k.flatten(2, 3).mT).unflatten(3, k.shape[2:4])
 
 
-def _scores(tokens: Tokens, k: Operand, compute: Compute, softcap: float) -> torch.Tensor:
-    """Return the scores `[B, Hkv, G, n, block]` of the queries, soft-capped, not masked."""
-    shape = (len(tokens.q), k.x.shape[1], -1, tokens.q.shape[3])
-    q = tokens.q.view(shape)
-    if tokens.coded is not None:
+def _scores(q: torch.Tensor, coded: Operand | None, k: Operand, compute: Compute, softcap: float) -> torch.Tensor:
+    """Return the scores `[B, Hkv, G * T, n, block]` of the queries, soft-capped, not masked."""
+    shape = (len(q), k.x.shape[1], -1, q.shape[3])
+    q = q.reshape(shape)
+    if coded is not None:
         codes, scales = _integers(k, compute.qk_levels)
-        s = _key_products(tokens.coded.x.float().view(shape), codes)
-        s.mul_(tokens.coded.scales.reshape(*shape[:3], 1, 1)).mul_(scales.unsqueeze(2))
+        s = _key_products(coded.x.float().reshape(shape), codes)
+        s.mul_(coded.scales.reshape(*shape[:3], 1, 1)).mul_(scales.unsqueeze(2))
         if k.mean is not None:
             s.add_((q.double() @ k.mean.squeeze(3).double().mT).float().unsqueeze(4))
     else:
@@ -60,7 +45,7 @@ def _scores(tokens: Tokens, k: Operand, compute: Compute, softcap: float) -> tor
 
 
 def _rounded_products(p: torch.Tensor, v: Operand, compute: Compute) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row sums `[B, Hkv, G, n]` of weights `p`, and the products `[B, Hkv, n, G, D]` of rounded weights."""
+    """Return row sums `[B, Hkv, G * T, n]` of weights `p`, and products `[B, Hkv, n, G * T, D]` of rounded weights."""
     codes, scales = _integers(v, compute.pv_levels)
     scales = scales.unsqueeze(2)
     w = p * scales
@@ -74,24 +59,31 @@ def _rounded_products(p: torch.Tensor, v: Operand, compute: Compute) -> tuple[to
     return sums, (w.transpose(2, 3) @ codes).mul_(scale.transpose(2, 3).unsqueeze(4))
 
 
-def attend_one(
-    tokens: Tokens, k: Operand, v: Operand, hide: Callable[[torch.Tensor], None], compute: Compute, scores: Scores
+def attend_finite(
+    q: torch.Tensor,
+    coded: Operand | None,
+    k: Operand,
+    v: Operand,
+    hide: Callable[[torch.Tensor], None],
+    compute: Compute,
+    scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attention.attend` in a decode, for one finite query per row that sees at least one token.
+    """Compute `attention.attend` for finite queries. None may share the scale of its weights with another.
 
     Args:
-        tokens: the queries.
-        k, v: keys and values of the rows, `[B, Hkv, n, block, D]`: packed blocks, sinks, open tokens. Slots without a
-            token hold any finite numbers.
-        hide: sets scores `[B, Hkv, G, n, block]` of tokens that the query does not see to -inf.
+        q: fp32 `[B, Hq, T, D]`, multiplied by the softmax scale.
+        coded: `q` in INT8, for integer products; else None.
+        k, v: keys and values of the rows, `[B, Hkv, n, block, D]`, those of `v` without a mean. Slots without a token
+            hold any finite numbers.
+        hide: sets scores `[B, Hkv, G * T, n, block]` of tokens that a query does not see to -inf.
         compute: the layer's arithmetic.
         scores: soft cap and sinks of the scores.
 
     Returns:
-        fp32 output `[B, Hq, 1, Dv]` and log-sum-exp `[B, Hq, 1]`.
+        fp32 output `[B, Hq, T, Dv]` and log-sum-exp `[B, Hq, T]`, -inf for a query that sees no token.
     """
-    heads, shape = k.x.shape[1], tokens.q.shape[:3]
-    s = _scores(tokens, k, compute, scores.softcap)
+    heads, shape = k.x.shape[1], q.shape[:3]
+    s = _scores(q, coded, k, compute, scores.softcap)
     hide(s)
 
     # weights and row sum of each tile, relative to its maximum; the factor that rescales it to the last maximum
@@ -100,10 +92,12 @@ def attend_one(
     s.sub_(top.unsqueeze(4))
     p = sas_exp(s, compute.sas_threshold) if compute.softmax == "sas" else s.exp_()
     last = top.amax(-1)
-    sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, -1)
+    sinks = None
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().repeat_interleave(shape[2]).view(1, heads, -1)
     last = last if sinks is None else torch.maximum(last, sinks)
     rescale = (top - last.unsqueeze(3)).exp_()
-    if compute.decode == "int8" and compute.pv == "int8":
+    if coded is not None and compute.pv == "int8":
         sums, out = _rounded_products(p, v, compute)
     else:
         sums, out = p.sum(-1), p.transpose(2, 3) @ v.dequantize()
