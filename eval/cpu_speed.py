@@ -1,6 +1,8 @@
-"""Compare the time of steps and prompts on a CPU with stock: `python eval/cpu_speed.py`. One JSON row per method and context.
+"""Compare the time of steps and prompts on a CPU with stock: `python eval/cpu_speed.py`.
 
-All times are CPU time of one thread in ms, so that other processes disturb them little. Calls of stock and of the
+It prints one JSON row per method and context.
+
+Times are CPU time of one thread in ms, so that other processes disturb them little. Calls of stock and of the
 patched model alternate, and a row has medians.
 """
 
