@@ -191,6 +191,10 @@ TABLES = (
           _longer, "point"),
     compares("calls-speed", CALLS),
     compares("models-speed", MODELS),
+    Table("cpu-speed", "cpu-speed",
+          "| method | tokens | prompt, stock | prompt, packed | step, stock | step, packed |",
+          "| `{method}` | {tokens:,} | {prompt_stock_ms:.0f} | {prompt_packed_ms:.0f} | {step_stock_ms:.1f} "
+          "| {step_packed_ms:.1f} |"),
     Table("plan-check", "plan-check",
           "| cache | tokens | of the plan | fits, predicted | fits | allocated, GiB: predicted | measured "
           "| reserved, GiB: predicted | measured |",

@@ -43,7 +43,7 @@ PAGES = {
     "tasks": ("tasks-*",),
     "task-scores": ("task-scores-*", "fine-tune-*"),
     "papers": ("paper-*", "table-*"),
-    "speed": ("speed-*", "long-prompts"),
+    "speed": ("speed-*", "long-prompts", "cpu-speed"),
     "size": ("bits*", "plan-check"),
     "gpus": ("gpus",),
     "small-gpus": ("small-gpus",),

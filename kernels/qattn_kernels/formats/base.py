@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import ClassVar, NamedTuple, final
 
@@ -64,26 +65,6 @@ class Operand(NamedTuple):
         `move` receives `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`."""
         scale = None if self.scale is None else move(self.scale[..., None])[..., 0]
         return Operand(move(self.x), scale, None if self.mean is None else move(self.mean))
-
-
-class Codes(NamedTuple):
-    """Packed blocks whose codes are not multiplied yet. `code * unit + zero` gives the INT8 `x` of their `Operand`.
-
-    Attributes:
-        code: fp32 `[B, Hkv, blocks, block, D]`. A product of `unit` with INT8 numbers and codes sums exactly.
-        unit, zero: fp32 `[B, Hkv, blocks, 1, D]`.
-        scale: fp32 `[B, Hkv, blocks, block]`, as in `Operand`.
-    """
-
-    code: torch.Tensor
-    unit: torch.Tensor
-    zero: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the numbers."""
-        return self.code.shape
 
 
 @dataclass(frozen=True)
@@ -200,10 +181,12 @@ class Format:
         """Name of the format in reports."""
         return self.name
 
-    def keeps(self, shortcut: str, operation: str) -> bool:
+    @classmethod
+    @lru_cache(maxsize=256)  # every layer asks at every step
+    def keeps(cls, shortcut: str, operation: str) -> bool:
         """Return whether a method or property may replace an operation. It may not if the format has none, or if a
         subclass overrides the operation alone."""
-        owner = next(cls for cls in type(self).__mro__ if shortcut in vars(cls) or operation in vars(cls))
+        owner = next(base for base in cls.__mro__ if shortcut in vars(base) or operation in vars(base))
         return owner is not Format and shortcut in vars(owner)
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
@@ -256,11 +239,6 @@ class Format:
     def read(self, state: State, blocks: int) -> Operand:
         """Return the first `blocks` blocks `[B, Hkv, blocks, block, D]`, dequantized as far as a product needs."""
         raise NotImplementedError
-
-    def read_codes(self, state: State, blocks: int) -> Codes | None:
-        """Return the first `blocks` blocks without their channel scales; None if the format has none, or codes too
-        large."""
-        return None
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         """Return the bits per code of each head in each row, `[B][Hkv]`; 0 while undecided."""
@@ -362,6 +340,9 @@ def at_fp16_max(stored: torch.Tensor) -> torch.Tensor:
 def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:
     """Set `arena[b, :, index[b]] = values[b]` for rows with `write` true. `arena` is `[B, H, NB, ...]`."""
     rows = torch.arange(arena.shape[0], device=arena.device)
+    if write.device.type == "cpu" and write.all():  # asking does not wait for the device
+        arena[rows, :, index] = values.to(arena.dtype)
+        return
     kept = arena[rows, :, index]
     mask = write.view(-1, *[1] * (values.dim() - 1))
     arena[rows, :, index] = torch.where(mask, values.to(arena.dtype), kept)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 
@@ -31,14 +29,6 @@ def unpack(packed: torch.Tensor, bits: int, dim: int = -2) -> torch.Tensor:
     if bits == 3:
         low, high = packed.split([packed.shape[dim] * 2 // 3, packed.shape[dim] // 3], dim=dim)
         return unpack(low, 2, dim) | unpack(high, 1, dim) << 2
-    mask = 2**bits - 1
-    if dim == -1:  # one shift for all: short runs of other shifts take longer
-        return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], -1)
-    return ((packed.unsqueeze(-3) >> _shifts(bits, packed.device)) & mask).flatten(-3, -2)
-
-
-@lru_cache(maxsize=64)
-def _shifts(bits: int, device: torch.device) -> torch.Tensor:
-    """Return the place of each code in a byte, uint8 `[8 / bits, 1, 1]`."""
-    with torch.inference_mode(False):  # they outlive the call that asks first
-        return torch.tensor(range(0, 8, bits), dtype=torch.uint8, device=device)[:, None, None]
+    mask, last = 2**bits - 1, 8 - bits
+    inner = [(packed >> shift) & mask for shift in range(bits, last, bits)]
+    return torch.cat([packed & mask, *inner, packed >> last], dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from qattn_kernels.formats.traits import compensates, has_static_scales
@@ -85,5 +87,11 @@ def side_of(state: State, side: str) -> State:
     """Return the tensors of the format of one `side`, `k` or `v`, without prefix: `k.codes` becomes `codes`.
 
     The tensors are shared with the state, so writing to them writes to the state."""
+    return {short: state[name] for name, short in _names_of(side, tuple(state))}
+
+
+@lru_cache(maxsize=1024)
+def _names_of(side: str, names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the names of one side, each with and without prefix."""
     prefix = f"{side}."
-    return {name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)}
+    return [(name, name.removeprefix(prefix)) for name in names if name.startswith(prefix)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,12 @@ class Tiles(NamedTuple):
 
     def first(self, n: int) -> Tiles:
         """Return the first `n` tiles."""
-        k, v = (side.map(lambda x: x[:, :, :n]) for side in (self.k, self.v))
-        rest = (None if x is None else x[:, :, :n] for x in self[2:])
-        return Tiles(k, v, *rest)  # type: ignore[arg-type]
+        return self.map(lambda x: x[:, :, :n])
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Tiles:
+        """Apply `move`, for example an index of tiles, to all tensors."""
+        rest = (None if x is None else move(x) for x in self[2:])
+        return Tiles(self.k.map(move), self.v.map(move), *rest)  # type: ignore[arg-type]
 
     def latent(self) -> Tiles:
         """Return the tiles for `LayerSpec.latent`: keys are the values followed by the stored keys, all dequantized."""
@@ -70,6 +74,8 @@ def joined_side(a: Operand, b: Operand) -> Operand:
     if (a.mean is None) != (b.mean is None):
         a, b = a.centered(), b.centered()
     scale, mean = (None if x is None or y is None else torch.cat([x, y], 2) for x, y in zip(a[1:], b[1:], strict=True))
+    if a.x.stride(3) < a.x.stride(4):  # keep the layout: a change of layout takes longer than the copy
+        return Operand(torch.cat([a.x.mT, b.x.mT], 2).mT, scale, mean)
     return Operand(torch.cat([a.x, b.x], 2), scale, mean)
 
 

@@ -20,7 +20,7 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.table import read_sinks
-from qattn_kernels.reference.one_query import Side, Tokens, attend_one
+from qattn_kernels.reference.finite_queries import attend_finite
 from qattn_kernels.reference.rows import bits_to_bool, open_span_blocks
 from qattn_kernels.reference.tiles import joined_side, last_hidden
 
@@ -49,6 +49,21 @@ def _computes(spec: LayerSpec, scores: Scores) -> bool:
     if pool.num and (scores.window or not spec.v.windowed):
         return False
     return all(fmt.windowed or fmt.keeps("put", "write") for fmt in (spec.k, spec.v))
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values of one token per row.
+
+    Attributes:
+        q: fp32 `[B, Hq, 1, D]`, multiplied by the softmax scale.
+        coded: `q` in INT8, for integer products; else None.
+        k, v: `[B, Hkv, 1, D]` in the form of open tokens.
+    """
+
+    q: torch.Tensor
+    coded: Operand | None
+    k: Operand
+    v: Operand
 
 
 def rows_alike(state: State, span: torch.Tensor, spec: LayerSpec, scores: Scores) -> Rows | None:
@@ -90,15 +105,13 @@ def one_token(
     tokens = _quantized(q, k, v, state, spec, scores.scale)
     if tokens is None:
         return None
-    int8_k = spec.compute.decode == "int8"
-    int8_v = int8_k and spec.compute.pv == "int8"
-    keys = _stored(side_of(state, "k"), spec.k, tokens.k, spec, rows, int8_k)
-    values = _stored(side_of(state, "v"), spec.v, tokens.v, spec, rows, int8_v)
+    keys = _stored(side_of(state, "k"), spec.k, tokens.k, spec, rows)
+    values = _stored(side_of(state, "v"), spec.v, tokens.v, spec, rows)
     for name in ("length", "columns_seen"):
         state[name].add_(1)
     state["longest"].copy_(state["length"])
     hide = partial(_hide, state, spec, scores, rows)
-    out, lse = attend_one(tokens, keys, values, hide, spec.compute, scores)
+    out, lse = attend_finite(tokens.q, tokens.coded, keys, values, hide, spec.compute, scores)
     return out.to(q.dtype), lse
 
 
@@ -110,10 +123,10 @@ def _quantized(
     levels = spec.compute.decode_levels, *map(_token_levels, (spec.k, spec.v))
     if int8 and None not in levels and q.shape[3] == v.shape[3]:  # all at once
         heads = q.shape[1], k.shape[1], v.shape[1]
-        coded = int8_tokens(torch.cat([exact, k.float(), v.float()], 1), _levels(levels, heads))
+        coded = int8_tokens(torch.cat([exact, k, v], 1), _levels(levels, heads))
         if not math.isfinite(coded.scales.sum().item()):
             return None
-        return Tokens(exact, *map(Operand, coded.x.split(heads, 1), coded.scales.split(heads, 1)))
+        return Tokens(exact, *map(Operand, *(x.split_with_sizes(heads, 1) for x in (coded.x, coded.scales))))
     if not math.isfinite(q.sum().item() + k.sum().item() + v.sum().item()):
         return None
     real, count = _ones(len(q))
@@ -153,25 +166,13 @@ def _store(side: State, fmt: Format, token: Operand, block: int, rows: Rows) -> 
         ring.scale.narrow(2, at, 1).copy_(token.scales)
 
 
-def _stored(side: State, fmt: Format, token: Operand, spec: LayerSpec, rows: Rows, coded: bool) -> Side:
-    """Store one token of every row and return all tokens of the side.
-
-    `coded`: the product multiplies integers, if the tokens are INT8."""
+def _stored(side: State, fmt: Format, token: Operand, spec: LayerSpec, rows: Rows) -> Operand:
+    """Store one token of every row and return all tokens of the side, `[B, Hkv, n, block, D]`."""
     _store(side, fmt, token, spec.window.block, rows)
     if not fmt.windowed:
-        read = fmt.read(side, rows.closed + rows.open_blocks)
-        return Side([read.x if coded and read.x.dtype == torch.int8 else read.x.contiguous()], read.scale, read.mean)
-    block = spec.window.block
-    open_ = _open_tokens(side, fmt, spec, rows)
-    tiles = open_.x.unflatten(2, (-1, block))
-    scale = open_.scale if open_.scale is None else open_.scale.unflatten(2, (-1, block))
-    whole_codes = coded and tiles.dtype == torch.int8 and fmt.keeps("read_codes", "read")
-    packed = fmt.read_codes(side, rows.closed) if whole_codes else None
-    if packed is not None:
-        assert scale is not None
-        return Side([packed, tiles], torch.cat([packed.scale, scale], 2), None)
-    whole = joined_side(fmt.read(side, rows.closed), Operand(tiles, scale))
-    return Side([whole.x], whole.scale, whole.mean)
+        return fmt.read(side, rows.closed + rows.open_blocks)
+    open_ = _open_tokens(side, fmt, spec, rows).map(lambda x: x.unflatten(2, (-1, spec.window.block)))
+    return joined_side(fmt.read(side, rows.closed), open_)
 
 
 def _open_tokens(side: State, fmt: Format, spec: LayerSpec, rows: Rows) -> Operand:
@@ -200,18 +201,37 @@ def _run(tokens: Operand, first: int, end: int) -> Operand:
 
 def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Tensor) -> None:
     """Set the scores `s` `[B, Hkv, G, n, block]` of tokens that the new one does not see to -inf."""
-    block, pool = spec.window.block, spec.sink_pool
-    if pool.num or state["nonfinite"].any():  # some tokens are masked
-        bits = bits_to_bool(state["dropped"].narrow(2, 0, rows.closed + rows.open_blocks))
-        if pool.num:
-            gone = state["sink.born"] <= state["sink.written"]  # free places too
-            sinks = pad(gone, (0, -gone.shape[2] % block), value=True).unflatten(2, (-1, block))
-            bits = torch.cat([bits.narrow(2, 0, rows.closed), sinks, bits.narrow(2, rows.closed, rows.open_blocks)], 2)
-        s.masked_fill_(bits.unsqueeze(2), -torch.inf)
-    s = s.flatten(3)
+    block, flat = spec.window.block, s.flatten(3)
+    if state["nonfinite"].any():
+        s.masked_fill_(_masked(state, spec, rows).unsqueeze(2), -torch.inf)
+    elif spec.sink_pool.num:
+        _hide_copies(state, rows.closed * block, block, flat)
     past_end = rows.open_start + rows.open_blocks * block - (rows.length + 1)
-    s.narrow(3, s.shape[3] - past_end, past_end).fill_(-torch.inf)
+    flat.narrow(3, flat.shape[3] - past_end, past_end).fill_(-torch.inf)
     if scores.window:
         first = rows.open_start - rows.closed * block  # row position of the first token
         before = int(last_hidden(torch.tensor(rows.length), scores.window)) + 1
-        s.narrow(3, 0, max(0, before - first)).fill_(-torch.inf)
+        flat.narrow(3, 0, max(0, before - first)).fill_(-torch.inf)
+
+
+def _masked(state: State, spec: LayerSpec, rows: Rows) -> torch.Tensor:
+    """Return bool `[B, Hkv, n, block]`: tokens that are masked or whose other copy is read."""
+    bits = bits_to_bool(state["dropped"].narrow(2, 0, rows.closed + rows.open_blocks))
+    if not spec.sink_pool.num:
+        return bits
+    gone, block = state["sink.born"] <= state["sink.written"], spec.window.block  # free places too
+    sinks = pad(gone, (0, -gone.shape[2] % block), value=True).unflatten(2, (-1, block))
+    return torch.cat([bits.narrow(2, 0, rows.closed), sinks, bits.narrow(2, rows.closed, rows.open_blocks)], 2)
+
+
+def _hide_copies(state: State, packed: int, block: int, s: torch.Tensor) -> None:
+    """Hide the tokens of `_masked` if all are finite: the copy of each sink in its block, or its place in the table if
+    the copy is read or the place is free.
+
+    Args:
+        packed: tokens in packed blocks. They come first in the scores `s` `[B, Hkv, G, tokens]`, then the sinks."""
+    born, written, slot = (state[f"sink.{name}"] for name in ("born", "written", "slot"))
+    places = slot.shape[2]
+    hidden = torch.where(born <= written, torch.arange(packed, packed + places, dtype=slot.dtype), slot)
+    s.scatter_(3, hidden.long().unsqueeze(2).expand(-1, -1, s.shape[2], -1), -torch.inf)
+    s.narrow(3, packed + places, -places % block).fill_(-torch.inf)

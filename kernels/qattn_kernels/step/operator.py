@@ -34,9 +34,10 @@ def check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
     Tokens beyond the capacity are dropped and counted (`overflow`)."""
     if span.device.type != "cpu":
         return
-    block, new = spec.window.block, span[:, 1].expand(len(state["length"]))
-    lists = (x.tolist() for x in (state["closed"], state["length"], state["open_start"], new))
-    need = max(closed * block + length - start + count for closed, length, start, count in zip(*lists, strict=True))
+    block = spec.window.block
+    closed, length, start = (state[name].tolist() for name in ("closed", "length", "open_start"))
+    spans = span.tolist() * (len(length) if len(span) == 1 else 1)
+    need = max(a * block + b - c + new for a, b, c, (_, new) in zip(closed, length, start, spans, strict=True))
     have = state["block_len"].shape[1] * block
     if need > have:
         raise CapacityError(

@@ -16,7 +16,6 @@ from qattn_kernels.formats.base import (
     INT8_LEVELS,
     Arrival,
     Block,
-    Codes,
     FixedBy,
     Format,
     Operand,
@@ -66,7 +65,6 @@ def stage_two(
     return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
 
 
-MOST_SUMMED = 512  # channels of `Codes`: 127 for a query's code * 246 for `unit * code` * 512 stay below 2^24
 LISTED = 61  # heads that a recipe's list can name, from 0: kernels take the list as bits of an integer
 RECODED = 2**22  # bytes of codes that `recode` processes at a time, to limit its extra memory
 PRIORITIES = ("priority", "min_max", "variation")  # kernels identify a priority by its index
@@ -325,16 +323,9 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
 
     def read(self, state: State, blocks: int) -> Operand:
         code = self._read_mixed(state, blocks) if self.mixed else self._read_plain(state, blocks)
-        channel_scale, zero_point = (state[name][:, :, :blocks, None] for name in ("channel_scale", "zero_point"))
-        x1 = code.to(torch.int16) * channel_scale + zero_point
-        return self._operand(x1.to(torch.int8), self.restored(state["scale"][:, :, :blocks]))
-
-    def read_codes(self, state: State, blocks: int) -> Codes | None:
-        if self.mixed or state["channel_scale"].shape[-1] > MOST_SUMMED:
-            return None
-        code, whole = self._read_plain(state, blocks).float(), state["scale"][:, :, :blocks]
-        unit, zero = (state[name][:, :, :blocks, None].float() for name in ("channel_scale", "zero_point"))
-        return Codes(code, unit, zero, self.of_tokens(self.restored(whole)).expand(code.shape[:-1]))
+        channel_scale, zero_point = (state[name].narrow(2, 0, blocks) for name in ("channel_scale", "zero_point"))
+        x1 = code.view(torch.int8) * channel_scale.unsqueeze(3)  # may leave INT8 and wrap around; the sum wraps back
+        return self._operand(x1.add_(zero_point.unsqueeze(3)), self.restored(state["scale"].narrow(2, 0, blocks)))
 
     def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
         """Repack blocks whose bits change: apply the second stage to their dequantized `X1`.

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from qattn_kernels.formats import Format, Operand
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.spec import Compute, LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.reference import sink_tiles
 from qattn_kernels.reference.attention import Attended, attend
-from qattn_kernels.reference.operands import operands
+from qattn_kernels.reference.finite_queries import attend_finite
+from qattn_kernels.reference.operands import fp8_values, operands
 from qattn_kernels.reference.queries import Queries, long_queries
 from qattn_kernels.reference.query_parts import QueryPart
 from qattn_kernels.reference.rows import OpenSpan, open_span_blocks, pick
-from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
+from qattn_kernels.reference.tiles import FOREVER, Tiles, last_hidden, packed_tiles, visible
 
 
 def _prefill_form(fmt: Format, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
@@ -91,8 +93,36 @@ def _in_chunks(
     """Attend with one part, some queries at a time: the scores of all queries of a long prompt would not fit in
     memory."""
     chunks, rows = [], spec.compute.block_q  # also the queries that share a weight scale with `p_scale: tile`
+    alike = _alike(part, queries, tiles, spec)
     for i in range(0, part.q.shape[2], rows):
         some = tiles.first(reach(part.ahead + i + rows))  # later tiles are later tokens
         chunk = queries.part(i, i + rows), part.pos[:, i : i + rows]
-        chunks.append(attend(*chunk, some, scores, spec.compute, spec.sparsity, prefill=True))
+        found = _attend_alike(*chunk, some, scores, spec.compute) if alike else None
+        chunks.append(found or attend(*chunk, some, scores, spec.compute, spec.sparsity, prefill=True))
     return Attended(torch.cat([x.out for x in chunks], 2), torch.cat([x.lse for x in chunks], 2))
+
+
+def _alike(part: QueryPart, queries: Queries, tiles: Tiles, spec: LayerSpec) -> bool:
+    """Return whether `_attend_alike` computes a part: on a CPU, if all rows have equally many tokens."""
+    compute = spec.compute
+    shared = compute.p_scale == "tile" or fp8_values(compute) or queries.mean is not None or tiles.v.mean is not None
+    if part.q.device.type != "cpu" or shared or bool(queries.broken.any()):
+        return False
+    return bool((part.pos == part.pos[:1]).all()) and bool((part.pos >= 0).all())
+
+
+def _attend_alike(q: Queries, q_pos: torch.Tensor, tiles: Tiles, scores: Scores, compute: Compute) -> Attended | None:
+    """Compute `attend` with masks for those tiles alone that hide a token. None if a query sees no token."""
+    sees_all = tiles.keep & (tiles.since <= q_pos.min()) & (q_pos.max() <= tiles.until)
+    if scores.window:
+        sees_all &= tiles.pos > last_hidden(q_pos, scores.window).max()
+    partly = (~sees_all).any(3).flatten(0, 1).any(0).nonzero()[:, 0].tolist()
+
+    def hide(s: torch.Tensor) -> None:
+        by_query = s.unflatten(2, (-1, q_pos.shape[1]))  # [B, Hkv, G, T, n, block]
+        for j in partly:
+            see = visible(tiles.map(partial(torch.narrow, dim=2, start=j, length=1)), q_pos, scores.window)
+            by_query.narrow(4, j, 1).masked_fill_(~see[:, :, None], -torch.inf)
+
+    out, lse = attend_finite(q.exact, q.coded, tiles.k, tiles.v, hide, compute, scores)
+    return Attended(out, lse) if bool(lse.isfinite().all()) else None

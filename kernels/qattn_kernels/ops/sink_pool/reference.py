@@ -28,23 +28,24 @@ def compete(state: State, spec: LayerSpec, open_span: OpenSpan) -> OpenSpan:
     pool, table = spec.sink_pool, side_of(state, "sink")
     norms, chosen = _norms(state, spec, open_span), torch.zeros_like(open_span.keep)
     first = (state["length"] == 0)[:, None] & (pool.prefill == "whole")
-    blocks = chosen.shape[2]
-    if open_span.closing.device.type == "cpu":
-        blocks = int(open_span.closing.max())
-    for j in range(blocks):
+    known = open_span.closing.device.type == "cpu"  # whether asking does not wait for the device
+    for j in range(int(open_span.closing.max()) if known else chosen.shape[2]):
         closes, count = (j < open_span.closing)[:, None], (open_span.closed + j + 1)[:, None]
-        _forget(state, table, closes, count - pool.crop_blocks(spec.window), open_span.closed)
+        _forget(state, table, closes, count - pool.crop_blocks(spec.window), open_span.closed, known)
         for _ in range(pool.num):
             best, t = norms[:, :, j].min(-1)
             t = (norms[:, :, j] == best[..., None]).int().argmax(-1)  # ties go to the oldest
             takes = _take(table, pool.num, closes, count, best, first)
+            if known and not takes.any():
+                break  # nor would the block's other tokens enter
             pos, slot = open_span.pos[:, j].gather(1, t), (open_span.closed[:, None] + j) * spec.window.block + t
             _insert(table, takes, {"pos": pos, "slot": slot, "born": count, "norm": best})
             at = torch.nn.functional.one_hot(t, norms.shape[-1]).bool() & takes[..., None]
             norms[:, :, j].masked_fill_(at, torch.inf)
             chosen[:, :, j] |= at
         for _ in range(pool.num):
-            _write_back(table, pool.window, closes, count)
+            if not _write_back(table, pool.window, closes, count, known):
+                break
     if pool.prefill == "whole":
         stayed = at_slots((table["born"] > 0) & first[..., None], table["slot"], chosen.shape[2:].numel())
         chosen = torch.where(first[..., None, None], stayed.view_as(chosen), chosen)
@@ -66,10 +67,14 @@ def _norms(state: State, spec: LayerSpec, open_span: OpenSpan) -> torch.Tensor:
     return torch.where(open_span.keep, -norm if pool.select == "largest_key" else norm, torch.inf)
 
 
-def _forget(state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor) -> None:
+def _forget(
+    state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor, known: bool
+) -> None:
     """Free the places of tokens written back so long ago that no crop can restore them."""
     written, born = table["written"], table["born"]
     gone = (written > 0) & (written <= until[..., None]) & closes[..., None]
+    if known and not gone.any():
+        return
     before = closed[:, None, None]
     unsettled = gone & (written > before) & (born <= before)
     flips = at_slots(unsettled, table["slot"], state["dropped"].shape[2:].numel() * 8)
@@ -104,15 +109,18 @@ def _insert(table: State, takes: torch.Tensor, entry: dict[str, torch.Tensor]) -
         table[name].copy_(torch.where(at, value[..., None].to(table[name].dtype), table[name]))
 
 
-def _write_back(table: State, window: int, closes: torch.Tensor, count: torch.Tensor) -> None:
+def _write_back(table: State, window: int, closes: torch.Tensor, count: torch.Tensor, known: bool) -> bool:
     """If more than `window` entries are evicted, mark the first evicted as written back; ties go to the oldest
-    token."""
+    token. Returns false if `known` and no row has more."""
     waiting = (table["evicted"] > 0) & (table["written"] == 0)
     over = closes & (waiting.sum(-1) > window)
+    if known and not over.any():
+        return False
     age = table["evicted"].long() * 2**32 + table["pos"]
     oldest = torch.where(waiting, age, 2**63 - 1).argmin(-1)
     at = torch.nn.functional.one_hot(oldest, age.shape[-1]).bool() & over[..., None]
     table["written"].copy_(torch.where(at, count[..., None].int(), table["written"]))
+    return True
 
 
 def _fill(state: State, spec: LayerSpec, open_span: OpenSpan) -> None:
