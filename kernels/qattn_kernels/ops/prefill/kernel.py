@@ -304,10 +304,8 @@ def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: t
             # padding uses the mean of the last token
             part = part * tl.cdiv(T, MEAN_QUERIES) + tl.maximum(tl.minimum(t0, row.count - 1), 0) // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
-    q, lse = (
-        q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1],
-        lse + (b * C.HQ + h).to(tl.int64) * T + to,
-    )
+    q = q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
+    lse = lse + (b * C.HQ + h).to(tl.int64) * T + to
     x, unit, k_mean_scores = _queries(q, q_strides[2], to, real, inside, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
     base = bh.to(tl.int64) * N
     head = HeadKV(k + base * C.D, k_scale + base, v + base * C.DV, bias + base, v_factor + base,
