@@ -17,6 +17,7 @@ from qattn_hf import patch, report
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode import launch
+from qattn_kernels.ops.decode.table import Shares
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
 
@@ -38,7 +39,7 @@ FORMATS: list[Case] = [
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program reads all packed blocks, so that a few blocks behave like a long context."""
     choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *args: choose(*args)._replace(plan=(1, 1, 10**6, 64)))
+    monkeypatch.setattr(launch, "choose", lambda *args: choose(*args)._replace(shares=Shares(1, 1, 10**6, 64)))
 
 
 def with_sink(height: float, tokens: int, rows: int = 1, group: int = 2) -> Inputs:

@@ -144,14 +144,15 @@ def _token_levels(fmt: Format) -> int | None:
 def _levels(levels: tuple[int, ...], heads: tuple[int, ...]) -> torch.Tensor:
     """Return fp32 `[sum(heads), 1]`: each of `levels`, repeated for its number of heads."""
     with torch.inference_mode(False):  # it outlives the call
-        return torch.tensor(levels, dtype=torch.float32).repeat_interleave(torch.tensor(heads))[:, None]
+        counts = torch.tensor(heads, device="cpu")
+        return torch.tensor(levels, dtype=torch.float32, device="cpu").repeat_interleave(counts)[:, None]
 
 
 @lru_cache(maxsize=64)
 def _ones(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `Arrival.real` and `Arrival.count` of one token per row."""
     with torch.inference_mode(False):  # they outlive the call
-        return torch.ones(rows, 1, dtype=torch.bool), torch.ones(rows, dtype=torch.int32)
+        return torch.ones(rows, 1, dtype=torch.bool, device="cpu"), torch.ones(rows, dtype=torch.int32, device="cpu")
 
 
 def _store(side: State, fmt: Format, token: Operand, block: int, rows: Rows) -> None:
@@ -210,7 +211,7 @@ def _hide(state: State, spec: LayerSpec, scores: Scores, rows: Rows, s: torch.Te
     flat.narrow(3, flat.shape[3] - past_end, past_end).fill_(-torch.inf)
     if scores.window:
         first = rows.open_start - rows.closed * block  # row position of the first token
-        before = int(last_hidden(torch.tensor(rows.length), scores.window)) + 1
+        before = int(last_hidden(torch.tensor(rows.length, device=s.device), scores.window)) + 1
         flat.narrow(3, 0, max(0, before - first)).fill_(-torch.inf)
 
 
@@ -232,6 +233,7 @@ def _hide_copies(state: State, packed: int, block: int, s: torch.Tensor) -> None
         packed: tokens in packed blocks. They come first in the scores `s` `[B, Hkv, G, tokens]`, then the sinks."""
     born, written, slot = (state[f"sink.{name}"] for name in ("born", "written", "slot"))
     places = slot.shape[2]
-    hidden = torch.where(born <= written, torch.arange(packed, packed + places, dtype=slot.dtype), slot)
+    own = torch.arange(packed, packed + places, dtype=slot.dtype, device=slot.device)
+    hidden = torch.where(born <= written, own, slot)
     s.scatter_(3, hidden.long().unsqueeze(2).expand(-1, -1, s.shape[2], -1), -torch.inf)
     s.narrow(3, packed + places, -places % block).fill_(-torch.inf)
