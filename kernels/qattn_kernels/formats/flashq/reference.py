@@ -301,7 +301,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
         return packed.transpose(-1, -2) if self.transposed else packed
 
     def _unpacked(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        codes = codes if bits == 8 else unpack(codes, bits, -1 if self.transposed else -2)
+        codes = codes if bits == 8 else unpack(codes, bits, -1 if self.transposed else -2).view(torch.int8)
         return codes.mT if self.transposed else codes
 
     def _place_heads(self, state: State, x1: torch.Tensor, scale: torch.Tensor, block: Block) -> None:
@@ -324,7 +324,7 @@ class FlashQFormat(MixedHeads, AgedBlocks, Format):
     def read(self, state: State, blocks: int) -> Operand:
         code = self._read_mixed(state, blocks) if self.mixed else self._read_plain(state, blocks)
         channel_scale, zero_point = (state[name].narrow(2, 0, blocks) for name in ("channel_scale", "zero_point"))
-        x1 = code.view(torch.int8) * channel_scale.unsqueeze(3)  # may leave INT8 and wrap around; the sum wraps back
+        x1 = code * channel_scale.unsqueeze(3)  # may leave INT8 and wrap around; the sum wraps back
         return self._operand(x1.add_(zero_point.unsqueeze(3)), self.restored(state["scale"].narrow(2, 0, blocks)))
 
     def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
