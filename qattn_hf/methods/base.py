@@ -19,7 +19,7 @@ PARTS = ("k", "v", "prefill", "decode")  # `k_bits` sets for K alone what `bits`
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
 SCALES = (
     "token: every token has a scale. checkpoint: one scale for keys and one for values of a layer, from the model's "
-    "checkpoint (compressed-tensors, ModelOpt, Quark)"
+    "checkpoint (compressed-tensors, ModelOpt, Quark); reference only"
 )
 CLIP = (
     "shrinks the 2-bit range: the outermost levels move inward by clip / 2 of a step, a multiple of 1/16. Steps become "
