@@ -3,8 +3,8 @@
     python eval/record.py pruning-smollm2 -- python eval/pruning.py FOLDER --text WIKITEXT
 
 Rows of the text are prompts. A prompt is read in one call, and `cache.keep` keeps a share of its tokens, chosen by
-`examples/token_scores.py`. The text goes on through the pruned cache. Its logits are compared with those of the
-unpatched model, which sees the whole prompt. The scorer `all` keeps every token. `none` loses by pruning alone.
+`examples/token_scores.py`. The text goes on through the pruned cache. Its logits are compared with the
+unpatched model's, which sees the whole prompt. The scorer `all` keeps every token. `none` loses by pruning alone.
 """
 
 from __future__ import annotations

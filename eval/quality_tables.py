@@ -161,6 +161,11 @@ TABLES = (
           "| model | bits at most | chosen | KL | best of the others | its KL | ratio |",
           "| {model} | {bits_at_most:g} | `{setting}` | {kl:.4f} | `{best}` | {best_kl:.4f} | {ratio:.2f} |",
           each(lambda row: "bits_at_most" in row)),
+    Table("tuned", "tuned-*",
+          "| model | bits at most | seconds | KL | bits | one setting that fits | its KL |",
+          "| {model} | {tune_bits:g} | {tune_seconds:.0f} | {kl:.4f}{kl_se: (.4f)} | {bits_total:.2f} | `{best}` "
+          "| {best_kl:.4f} |",
+          each(lambda row: "tune_bits" in row)),
     Table("outgrown", "budget-*",
           "| cache | tokens | bf16, MiB | most, MiB | bits in the end | seconds | ms a token | repacked |",
           "| {cache} | {tokens} | {bf16_bytes:MiB.0f} | {most_bytes:MiB.1f} | {effective_bits:.2f} | {seconds:.1f} "

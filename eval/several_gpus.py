@@ -6,8 +6,8 @@
 
 Under `torchrun` the model is split by tensor parallelism, a process on each GPU. With `--layers-on N` one process
 places its layers on N GPUs in turn, as `device_map="auto"` does. With neither it is on one GPU. The first process
-prints one JSON row for each point and way: those of `qattn bench generate`, with `gpus` and `split`. Bytes are those of
-the first GPU.
+prints one JSON row for each point and way, as `qattn bench generate` does, with `gpus` and `split`. Bytes are
+measured on the first GPU.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from helpers import random_ids, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf import QAttnCache, QAttnError, patch
-from qattn_hf.assets import demo_model_dir
+from qattn_hf.assets import demo_model_dir, prose
 from qattn_hf.attention.observe import Call, observed
 from qattn_hf.cache.sizes import size_of
 from qattn_hf.fidelity.compare import ShadowCaches, compare
@@ -193,6 +193,20 @@ def test_rows_come_from_all_over_the_text_and_do_not_overlap(demo):
     assert starts[1] > 49 and ids[:, 1:].tolist() == [every[start : start + 49] for start in starts]
     with pytest.raises(QAttnError, match=r"enough for 1 rows of 50 and not for 2"):
         rows_of(tokenizer, tokenizer.decode(every[:60]), 2, 50)
+
+
+def test_a_made_text_has_prose_sums_and_lists():
+    """Every paragraph comes once before one comes again, in another order with another seed."""
+    paragraphs = prose.TEXT.split("\n\n")
+    text = made_text(14000)
+    places = [text.find(paragraph) for paragraph in paragraphs]
+    assert min(places) >= 0 and len(text) >= 14000
+    first_again = min(
+        text.find(one, place + 1) for one, place in zip(paragraphs, places, strict=True) if text.count(one) > 1
+    )
+    assert max(places) < first_again
+    assert text.count("Registry:") > 3 and text.count("####") > 3
+    assert made_text(14000) == text != made_text(14000, seed=1)
 
 
 def test_rows_are_parted_evenly():

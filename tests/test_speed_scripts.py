@@ -124,7 +124,11 @@ def test_a_prefix_is_moved(script, capsys, tmp_path):
 
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", **TINY}))
-    script("move_prefix").main([str(config), "--tokens", "400", "--folder", str(tmp_path), "--method", "turbo"])
-    row = json.loads(capsys.readouterr().out)
-    assert row["bytes"] > 400 * row["bytes_per_token"] - 400 > 0 and row["load_s"] > 0 and row["save_s"] > 0
+    ways = ["--method", "none", "--method", "turbo"]
+    script("move_prefix").main([str(config), "--tokens", "400", "--folder", str(tmp_path), *ways])
+    full, packed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (
+        full["bytes_per_token"] > 2 * 2 * TINY["num_key_value_heads"] * TINY["head_dim"] * 2
+    )  # bf16 K and V, 2 layers
+    assert packed["bytes"] < full["bytes"] and packed["load_s"] > 0 and packed["save_s"] > 0
     assert {path.name for path in tmp_path.iterdir()} == {"config.json"}

@@ -73,7 +73,7 @@ def attend_finite(
     Args:
         q: fp32 `[B, Hq, T, D]`, multiplied by the softmax scale.
         coded: `q` in INT8, for integer products; else None.
-        k, v: keys and values of the rows, `[B, Hkv, n, block, D]`, those of `v` without a mean. Slots without a token
+        k, v: keys and values of the rows, `[B, Hkv, n, block, D]`; `v` has no mean. Slots without a token
             hold any finite numbers.
         hide: sets scores `[B, Hkv, G * T, n, block]` of tokens that a query does not see to -inf.
         compute: the layer's arithmetic.

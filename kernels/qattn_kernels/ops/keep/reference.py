@@ -71,10 +71,9 @@ def _with_sinks(x: torch.Tensor, state: State, spec: LayerSpec, side: str) -> to
     table = side_of(state, "sink")
     sinks = read_sinks(side_of(state, side), spec.k if side == "k" else spec.v).dequantize()
     inside = (table["born"] > 0) & (table["written"] == 0)
-    slot = (
-        torch.where(inside, table["slot"], x.shape[2]).long()[..., None].expand_as(sinks)
-    )  # others: a slot at the end
-    return torch.nn.functional.pad(x, (0, 0, 0, 1)).scatter(2, slot, sinks)[:, :, :-1]
+    slot = torch.where(inside, table["slot"], x.shape[2]).long()  # others: a slot at the end
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
+    return padded.scatter(2, slot[..., None].expand_as(sinks), sinks)[:, :, :-1]
 
 
 def kept_tokens(stored: Stored, keep: torch.Tensor) -> Kept:
@@ -92,8 +91,8 @@ def kept_tokens(stored: Stored, keep: torch.Tensor) -> Kept:
 def write_kept(state: State, geo: Geometry, spec: LayerSpec, kept: Kept, before: State) -> None:
     """Write the kept tokens into an empty layer with room for them.
 
-    Row positions are those of a row that never had other tokens. Columns stay those of `before`, the layer from which
-    the tokens come, and none of them can be cropped."""
+    Row positions count the kept tokens alone. Columns still count all tokens of `before`, the layer from which the
+    tokens come, and none of them can be cropped."""
     span = torch.stack([torch.zeros_like(kept.tokens), kept.tokens], 1).int()
     opened = build_open_span(state, spec, kept.k, kept.v, span[:, 1])  # masks NaN
     if spec.sink_pool.num:
