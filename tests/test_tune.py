@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,16 +15,19 @@ from small_types import tiny
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import QAttnError, load_recipe, patch, report
-from qattn_hf.cache.sizes import size_of
+from qattn_hf.cache.sizes import bits_total, size_of
 from qattn_hf.cli import main
+from qattn_hf.cli.tune import tokens_for
 from qattn_hf.fidelity.budget import plans, within_bytes, within_kl
 from qattn_hf.fidelity.compare import compare, through
 from qattn_hf.fidelity.estimate import fewer
 from qattn_hf.fidelity.options import HeadLosses, Option, by_head
-from qattn_hf.fidelity.tune import Budget, Tuner, tune
+from qattn_hf.fidelity.tune import Budget, tune
 from qattn_hf.fidelity.tuned import ranges, recipe_of
+from qattn_hf.fidelity.tuner import Tuner
 from qattn_hf.reading.chunks import cuts, feed
 from qattn_hf.reading.metrics import text_figures
+from qattn_hf.reading.precision import in_float32
 from qattn_hf.reading.sensitivity import Trial, losses
 from qattn_hf.reading.texts import full_logits, read_as
 from qattn_hf.recipes.recipe import find_recipe, find_recipes
@@ -115,6 +119,8 @@ def test_a_budget_in_bits_is_met_by_real_tensors(by_bits, readings):
     bits = size_of(last.cache, AT, torch.float32).effective_bits_total
     assert bits == by_bits.measured["effective_bits_total"] == by_bits.checked[0]["effective_bits_total"] <= 5.85
     assert bits == pytest.approx(8 * sum(option.n_bytes for option in by_bits.chosen) / (AT * LAYERS * 2 * 2 * 16))
+    specs = dict(enumerate(model._qattn.specs))
+    assert bits_total(model.config, specs, AT, torch.float32) == pytest.approx(bits)
 
 
 def test_it_loses_no_more_than_the_uniform_recipe_of_its_bits(by_bits):
@@ -334,8 +340,92 @@ def test_few_trials_tell_the_others(readings):
         assert true < 2 * row["kl"] + 1e-7
 
 
+@pytest.fixture(scope="module")
+def tuner(readings):
+    """Screened and tried, on fp32 weights."""
+    names = [*CANDIDATES, "turbo:bits=2", "low3"]
+    found = Tuner(noisy_llama(), find_recipes(names), readings[0], AT, torch.float32, lambda _: None)
+    found.options(found.screen())
+    return found
+
+
+def test_losses_of_layers_add_up_to_the_loss_of_all(tuner):
+    """Of every candidate, and of 2 bits in all heads of a side."""
+    model, wholes = noisy_llama(), tuner.screened.wholes
+    for name in ("int8", "turbo:bits=2", "low3"):
+        trial = [tuner._trial(layer, name, "", 0) for layer in range(LAYERS)]
+        assert next(losses(model, [trial], tuner.reading)) == pytest.approx(wholes[name], rel=1e-3)
+        assert sum(tuner.every[i][name][0].kl for i in range(LAYERS)) == pytest.approx(wholes[name])
+    raw = [sum(row["kl"] for row in tuner.trials if row["candidate"] == name) for name in ("turbo:bits=2", "low3")]
+    assert raw != pytest.approx([wholes["turbo:bits=2"], wholes["low3"]], rel=0.01), "nothing to scale"
+    for k_low, v_low, variant in (((), (), "no"), ((0, 1), (), "k"), ((), (0, 1), "v")):
+        all_layers = [
+            option.kl
+            for i in range(LAYERS)
+            for option in tuner.every[i][PLAIN]
+            if (option.k_low, option.v_low) == (k_low, v_low)
+        ]
+        assert len(all_layers) == LAYERS
+        assert sum(all_layers) == pytest.approx(wholes[f"{PLAIN}, 2 bits in {variant} heads"])
+
+
+def test_options_of_all_layers_are_tried_together(tuner):
+    assert tuner.whole(tuner.in_all_layers("low3")) == pytest.approx(tuner.screened.wholes["low3"], rel=1e-3)
+
+
+def test_the_best_candidate_for_all_layers_has_the_least_loss_that_fits(tuner):
+    wholes = {name: tuner.screened.wholes[name] for name in ("int8", "turbo:bits=2", "low3", CANDIDATES[-1])}
+    sizes = {name: 8 * sum(one.n_bytes for one in tuner.in_all_layers(name)) / tuner.values() for name in wholes}
+    for bits in (max(sizes.values()), min(sizes.values()), sum(sizes.values()) / len(sizes)):
+        best = min((name for name in wholes if sizes[name] <= bits), key=lambda name: wholes[name])
+        assert tuner.uniform(bits) == (best, wholes[best])
+    assert tuner.uniform(0.9 * min(sizes.values())) is None
+
+
+def test_a_plan_that_loses_more_than_one_candidate_for_all_layers_is_not_taken(readings, monkeypatch):
+    """Estimates that favor the worst options make such a plan."""
+    module = import_module("qattn_hf.fidelity.tuner")
+
+    def misled(errors: dict[Any, float], measured: dict[Any, float]) -> dict[Any, float]:
+        return {key: 1 / error for key, error in errors.items()}
+
+    monkeypatch.setattr(module, "estimated", misled)
+    monkeypatch.setattr(Tuner, "_ratios", lambda *_: {"": 1.0, "k": 1.0, "v": 1.0})
+    names = ["int8", "turbo:bits=2", "fp8"]
+    found = tune(noisy_llama(), find_recipes(names), *readings, Budget(bits=16.0, at_tokens=AT))
+    assert found.uniform is not None and found.predicted == found.uniform[1]
+    assert {option.candidate for option in found.chosen} == {found.uniform[0]} != {"turbo:bits=2"}
+
+
+def test_bf16_models_are_read_in_fp32(readings):
+    """In bf16 rounding alone costs more than INT8 codes in one layer."""
+    model, spec = noisy_llama().bfloat16(), find_recipes(["int8"])["int8"].layer_specs(noisy_llama().config)[1]
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    (plain,) = losses(model, [Trial(1, spec)], readings[0])
+    with in_float32(model):
+        (exact,) = losses(model, [Trial(1, spec)], readings[0])
+    wide = noisy_llama().bfloat16().float()
+    assert exact == pytest.approx(next(losses(wide, [Trial(1, spec)], readings[0])), rel=1e-4)
+    assert plain > 2 * exact
+    after = model.state_dict()
+    assert all(after[name].dtype == torch.bfloat16 and torch.equal(after[name], was) for name, was in before.items())
+
+
+def test_weights_are_restored_after_an_error():
+    model = noisy_llama().bfloat16()
+    with pytest.raises(ValueError, match="planted"), in_float32(model):
+        raise ValueError("planted")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
 def test_long_readings_are_made_of_fewer_calls():
-    at = cuts(1024, 61)
-    assert fewer(at, 341)[0] == 0 and fewer(at, 341)[-1] == 1024 and fewer(at, 341)[1] >= 341
-    assert len(fewer(at, 341)) < len(at) / 2 and set(fewer(at, 341)) <= set(at)
-    assert fewer(cuts(300, 61), 100) == cuts(300, 61)
+    for tokens in (1024, 4096):
+        at = cuts(tokens, 61)
+        few = fewer(at)
+        assert few[0] == 0 and few[-1] == tokens and set(few) <= set(at) and 7 <= len(few) - 1 <= 12
+    assert fewer(cuts(300, 61)) == cuts(300, 61)
+
+
+def test_rows_are_no_longer_than_the_context():
+    assert tokens_for(tiny_llama(max_position_embeddings=2048).config) == 2048
+    assert tokens_for(tiny_llama(max_position_embeddings=2**17).config) == 4096
