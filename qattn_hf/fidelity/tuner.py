@@ -161,6 +161,7 @@ class Tuner:
     def _measured(self, errors: dict[int, dict[HeadKey, float]]) -> dict[int, dict[HeadKey, float]]:
         """Return the KL of the candidates of least and of largest error in each layer."""
         tried = [(layer, key) for layer, of_layer in errors.items() for key in anchors(of_layer)]
+        tried.sort(key=lambda one: one[1])  # layers with the same spec are computed together
         measured: dict[int, dict[HeadKey, float]] = {layer: {} for layer in self.layers}
         trials = [self._trial(layer, *key) for layer, key in tried]
         for n, ((layer, key), loss) in enumerate(zip(tried, losses(self.model, trials, self.reading), strict=True)):
