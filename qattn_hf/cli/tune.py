@@ -48,6 +48,16 @@ CandidateOption = Annotated[
         callback=known_methods,
     ),
 ]
+CheckRowsOption = Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, which check the recipe.")]
+LongRowsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=8,
+        help="Tokens of a row. The last two thirds are scored.",
+        show_default=f"{TOKENS}, or the model's context if it is shorter",
+    ),
+]
 BitsOption = Annotated[
     float | None, typer.Option("--bits", help="Budget in bits a value at --at-tokens, such as 3.25.")
 ]
@@ -64,18 +74,8 @@ def tune(
     kl: KlOption = None,
     method: CandidateOption = None,
     rows: RowsOption = ROWS,
-    check_rows: Annotated[
-        int, typer.Option("--check-rows", min=1, help="Other rows, which check the recipe.")
-    ] = CHECK_ROWS,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens",
-            min=8,
-            help="Tokens of a row. The last two thirds are scored.",
-            show_default=f"{TOKENS}, or the model's context if it is shorter",
-        ),
-    ] = None,
+    check_rows: CheckRowsOption = CHECK_ROWS,
+    tokens: LongRowsOption = None,
     steps: StepsOption = STEPS,
     batch: BatchOption = BATCH,
     at_tokens: AtTokensOption = AT_TOKENS,

@@ -129,7 +129,6 @@ def compare(
             sizes[name] = _sizes(cache, at_tokens, dtype or model.dtype)
     rows = []
     for name, recipe in recipes.items():
-        layers = {i: sums.figures() for i, sums in shadows.sums.get(name, {}).items()}
         rows.append(
             {
                 "method": name,
@@ -138,7 +137,7 @@ def compare(
                 "tokens": reading.ids.shape[1],
                 "scored_from": reading.first,
                 **text_figures({key: torch.cat([t[key] for t in tokens[name]]) for key in tokens[name][0]}),
-                **(_attention(layers) if by_layer else {}),
+                **(_attention(shadows.sums[name]) if by_layer else {}),
                 **sizes[name],
             }
         )
@@ -146,8 +145,9 @@ def compare(
     return [{**row, "pareto": i in best} for i, row in enumerate(rows)]
 
 
-def _attention(layers: dict[int, dict[str, float]]) -> Row:
+def _attention(sums: dict[int, AttentionSums]) -> Row:
     """Return the figures of attention outputs, over layers and by layer."""
+    layers = {i: of_layer.figures() for i, of_layer in sums.items()}
     return {
         "attention": over_layers(list(layers.values())),
         "layers": [{"layer": i, **figures} for i, figures in layers.items()],

@@ -124,35 +124,57 @@ def tune(
     """
     dtype = dtype or model.dtype
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)
-
-    def measured(options: list[Option]) -> tuple[Recipe, Row]:
-        recipe = recipe_of(options, candidates, tuner.shape.layers)
-        return recipe, compared({"tuned": recipe}, tuner.reading)[0]
-
-    def compared(recipes: dict[str, Recipe], rows: Reading) -> list[Row]:
-        warm.begin_for(model, recipes.values())  # of all at once, before the first call needs one
-        return compare(model, recipes, rows, at_tokens=budget.at_tokens, dtype=dtype, by_layer=False, progress=progress)
-
     with in_float32(model):
         options = tuner.options(tuner.screen())
         front = plans([[(option.n_bytes, option.kl) for option in of_layer] for of_layer in options])
         if budget.bits is not None:
-            chosen = _picked(options, _within_bits(front, budget.bits, tuner.values()))
-            predicted, uniform = tuner.whole(chosen), tuner.uniform(budget.bits)
-            if uniform is not None and uniform[1] < predicted:
-                chosen, predicted = tuner.in_all_layers(uniform[0]), uniform[1]
+            planned = _picked(options, _within_bits(front, budget.bits, tuner.values()))
+            chosen, predicted, uniform = _best(tuner, planned, budget.bits)
     if budget.bits is not None:
-        recipe, row = measured(chosen)
+        recipe, row = _measured(tuner, chosen, candidates)
     else:
         assert budget.kl is not None
-        plan, recipe, row = _within_measured_kl(front, budget.kl, lambda plan: measured(_picked(options, plan)))
+        plan, recipe, row = _within_measured_kl(
+            front, budget.kl, lambda plan: _measured(tuner, _picked(options, plan), candidates)
+        )
         chosen, predicted, uniform = _picked(options, plan), plan.kl, None
-    checked = compared({"tuned": recipe, **(references or {})}, check)
+    checked = _compared(tuner, {"tuned": recipe, **(references or {})}, check)
     return Tuned(recipe, predicted, uniform, row, checked, chosen, tuner.trials)
 
 
 def _picked(options: list[list[Option]], plan: Plan) -> list[Option]:
     return [of_layer[i] for of_layer, i in zip(options, plan.picks, strict=True)]
+
+
+def _best(tuner: Tuner, planned: list[Option], bits: float) -> tuple[list[Option], float, tuple[str, float] | None]:
+    """Try planned options on all layers. Returns them, or the best candidate for all layers if it loses less.
+
+    Returns:
+        The options, their KL, and the best candidate for all layers with its KL.
+    """
+    predicted, uniform = tuner.whole(planned), tuner.uniform(bits)
+    if uniform is not None and uniform[1] < predicted:
+        return tuner.in_all_layers(uniform[0]), uniform[1], uniform
+    return planned, predicted, uniform
+
+
+def _measured(tuner: Tuner, options: list[Option], candidates: dict[str, Recipe]) -> tuple[Recipe, Row]:
+    """Make the recipe of some options, and measure it on the rows that decide."""
+    recipe = recipe_of(options, candidates, tuner.shape.layers)
+    return recipe, _compared(tuner, {"tuned": recipe}, tuner.reading)[0]
+
+
+def _compared(tuner: Tuner, recipes: dict[str, Recipe], reading: Reading) -> list[Row]:
+    warm.begin_for(tuner.model, recipes.values())  # of all at once, before the first call needs one
+    return compare(
+        tuner.model,
+        recipes,
+        reading,
+        at_tokens=tuner.at_tokens,
+        dtype=tuner.dtype,
+        by_layer=False,
+        progress=tuner.progress,
+    )
 
 
 def _within_bits(front: list[Plan], bits: float, values: int) -> Plan:

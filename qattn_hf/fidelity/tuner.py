@@ -137,20 +137,24 @@ class Tuner:
 
     def options(self, candidates: list[list[str]]) -> list[list[Option]]:
         """Try some candidates of each packed layer. Returns the options of each layer, with bytes and expected KL."""
-        errors = {
-            layer: {key: self._error(layer, *key) for name in self.candidates for key in self._keys(layer, name)}
-            for layer in self.layers
-        }
         names_of = dict(zip(self.layers, candidates, strict=True))
-        measured = self._measured(
-            {i: {key: e for key, e in of_layer.items() if key[0] in names_of[i]} for i, of_layer in errors.items()}
-        )
+        errors = {layer: self._errors(layer, list(self.candidates)) for layer in self.layers}
+        measured = self._measured({layer: self._errors(layer, names) for layer, names in names_of.items()})
         losses_of = {layer: estimated(errors[layer], measured[layer]) for layer in self.layers}
-        for layer, names in names_of.items():
-            for key, loss in losses_of[layer].items():
-                if key[0] in names:
-                    row = dict(zip(("candidate", "side", "head"), key, strict=True))
-                    self.trials.append({"layer": layer, **row, "kl": loss, "measured": key in measured[layer]})
+        self.trials += [
+            {
+                "layer": layer,
+                "candidate": name,
+                "side": side,
+                "head": head,
+                "kl": loss,
+                "measured": key in measured[layer],
+            }
+            for layer, loss_of in losses_of.items()
+            for key, loss in loss_of.items()
+            for name, side, head in (key,)
+            if name in names_of[layer]
+        ]
         ratios = {name: self._ratios(name, losses_of) for name in self.candidates}
         self.every = {
             layer: {name: self._options(layer, name, loss_of, ratios[name]) for name in self.candidates}
@@ -170,21 +174,25 @@ class Tuner:
         return measured
 
     def _ratios(self, name: str, losses_of: dict[int, dict[HeadKey, float]]) -> dict[str, float]:
-        """Return by how much a candidate loses more on all layers than the sum of its losses in single layers.
+        """Return the ratio of a candidate's loss on all layers to the sum of its losses in single layers.
 
-        Under `k` and `v` is the same for what 2 bits in all heads of a side add to 4 bits."""
-        wholes, found = self.screened.wholes, {}
-        base = _variant(name, "") if by_head(self.candidates[name]) else name
-        found[""] = wholes[base] / max(sum(loss_of[name, "", 0] for loss_of in losses_of.values()), TINY)
-        for side in "kv" if by_head(self.candidates[name]) else ():
-            more = sum(
-                max(0.0, loss - loss_of[name, "", 0])
-                for loss_of in losses_of.values()
-                for key, loss in loss_of.items()
-                if key[:2] == (name, side)
-            )
-            found[side] = max(0.0, wholes[_variant(name, side)] - wholes[base]) / max(more, TINY)
+        For a candidate that chooses heads, `k` and `v` have the ratio of what 2 bits in all heads of a side add."""
+        wholes, heads = self.screened.wholes, by_head(self.candidates[name])
+        none = {layer: loss_of[name, "", 0] for layer, loss_of in losses_of.items()}
+        whole = wholes[_variant(name, "") if heads else name]
+        found = {"": whole / max(sum(none.values()), TINY)}
+        for side in "kv" if heads else ():
+            more = [
+                max(0.0, loss_of[name, side, head] - none[layer])
+                for layer, loss_of in losses_of.items()
+                for head in range(self.shape.heads[layer])
+            ]
+            found[side] = max(0.0, wholes[_variant(name, side)] - whole) / max(sum(more), TINY)
         return found
+
+    def _errors(self, layer: int, names: list[str]) -> dict[HeadKey, float]:
+        """Return the squared errors of what can be tried of some candidates in a layer."""
+        return {key: self._error(layer, *key) for name in names for key in self._keys(layer, name)}
 
     def _keys(self, layer: int, name: str) -> list[HeadKey]:
         """Return what can be tried of a candidate in a layer: no head at 2 bits, and each single head at 2 bits."""
