@@ -189,6 +189,43 @@ def test_a_probe_that_fails_leaves_the_model_as_it_was(monkeypatch, nothing_know
     assert (model._qattn.recipe.method if earlier else hasattr(model, "_qattn")) == (earlier or False)
 
 
+def test_a_probe_that_fails_leaves_earlier_caches(monkeypatch, nothing_known):
+    """The report has the last call's cache, and the cache goes on."""
+    model, ids = patch(noisy_llama(), "int8"), random_ids(1, 120)
+    cache = model(ids[:, :100], use_cache=True).past_key_values
+    told = report(model).to_dict()
+    goes_on = model(ids[:, 100:], past_key_values=copy.deepcopy(cache)).logits
+    assert report(patch(model, "int8")).to_dict() != told, "a patch that succeeds forgets the cache"
+
+    model = patch(noisy_llama(), "int8")
+    cache = model(ids[:, :100], use_cache=True).past_key_values
+
+    def fail(*_: Any) -> Any:
+        raise QAttnError("planted")
+
+    monkeypatch.setattr(probe, "token_losses", fail)
+    with pytest.raises(QAttnError, match="planted"):
+        patch(model, bits=3.5)
+    assert report(model).to_dict() == told
+    assert torch.equal(model(ids[:, 100:], past_key_values=cache).logits, goes_on)
+
+
+def test_a_probe_that_fails_midway_keeps_what_was_known(monkeypatch, nothing_known):
+    model = noisy_llama()
+    chosen(model, bits=4.5)
+    known, of = copy.deepcopy(probe.known_probe(model)), probe.token_losses
+
+    def fail(*args: Any) -> Any:
+        yield next(of(*args))
+        raise QAttnError("planted")
+
+    monkeypatch.setattr(probe, "token_losses", fail)
+    with pytest.raises(QAttnError, match="planted"):
+        patch(model, bits=2.5)
+    again = probe.known_probe(model)
+    assert (again.kl, again.seconds, again.forwards) == (known.kl, known.seconds, known.forwards)
+
+
 def test_a_patched_model_chooses_as_an_unpatched_one(nothing_known):
     model = noisy_llama()
     found = chosen(model, bits=3.5)

@@ -293,6 +293,8 @@ def uninstall(model: PreTrainedModel) -> None:
             module._forward_hooks_always_called.pop(hook_id, None)
         direct_forward.uninstall(module)
         del module._qattn
+    patched.hook_ids.clear()
+    patched.marked = 0
     latent.uninstall(model)
     offsets.uninstall(model)
     if isinstance(model.__dict__.get("_compiled_call_impl"), BoundMethod):
