@@ -27,7 +27,14 @@ probe = import_module("qattn_hf.choosing.probe")
 
 
 @pytest.fixture
-def nothing_known(monkeypatch):
+def few(monkeypatch):
+    """A third of the candidates, for tests that measure weights of their own."""
+    choose = import_module("qattn_hf.choosing.choose")
+    monkeypatch.setattr(choose, "candidates", lambda *given: candidates(*given)[::3])
+
+
+@pytest.fixture
+def nothing_known(monkeypatch, few):
     """For tests that count what is measured. The others take what earlier ones measured of the same weights."""
     monkeypatch.setattr(probe, "_known", {})
 
@@ -136,7 +143,7 @@ def test_without_sinks_there_is_no_pool():
     assert found.recipe.chosen.facts["sink_share"] < 0.1
 
 
-def test_a_model_with_sinks_gets_a_pool():
+def test_a_model_with_sinks_gets_a_pool(few):
     model = patch(AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float32).eval(), bits=2.5)
     found = model._qattn.recipe.chosen
     assert model._qattn.specs[-1].sink_pool.num and "built-in text" in found.read
@@ -285,7 +292,7 @@ def test_whole_bits_are_said_to_choose():
         patch(noisy_llama(), "turbo", bits=4)
 
 
-def test_layers_of_windows_are_left_as_they_are():
+def test_layers_of_windows_are_left_as_they_are(few):
     model = tiny("gemma3_text", initializer_range=0.3)
     found = chosen(model, bits=4.5)
     assert found.setting_bits <= 4.5
