@@ -228,7 +228,7 @@ def test_a_probe_that_fails_midway_keeps_what_was_known(monkeypatch, nothing_kno
 
     monkeypatch.setattr(probe, "token_losses", fail)
     with pytest.raises(QAttnError, match="planted"):
-        patch(model, bits=2.5)
+        patch(model, bits=8)
     again = probe.known_probe(model)
     assert (again.kl, again.seconds, again.forwards) == (known.kl, known.seconds, known.forwards)
 
