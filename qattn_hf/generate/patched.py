@@ -47,6 +47,8 @@ class Patched:
         beside: attention implementation of the unpacked layers; None if all layers are packed.
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
         attn_implementations: each config of the model with its attention implementation before `patch`.
+        packed_implementations: the same after `patch`.
+        packs_now: whether the configs name the packed attention. The last call selected it (`patching/training.py`).
         runner: how `generate` runs its decode steps (`step_runner.runner_of_model`).
         window: width in tokens of the narrowest sliding window, None without one; no window hides a position
         sizes: heads of each layer, if all layers are packed and on one device; else None.
@@ -64,6 +66,8 @@ class Patched:
     device_type: str
     attn_implementations: list[tuple[PretrainedConfig, str | None]]
     runner: Runner
+    packed_implementations: list[tuple[PretrainedConfig, str | None]] = field(default_factory=list)
+    packs_now: bool = True
     window: int | None = None
     sizes: list[HeadSizes] | None = None
     hook_ids: list[int] = field(default_factory=list)

@@ -43,8 +43,9 @@ def patch(
     the first. `unpatch` restores the model.
 
     Args:
-        model: a decoder of Transformers, on the device where it will run. It must be in eval mode when it runs. With
-            `compensate_k` or `equalize_k`, `patch` runs the model once over random tokens.
+        model: a decoder of Transformers, on the device where it will run. In training mode it attends as before the
+            patch, and `generate` packs. With `compensate_k` or `equalize_k`, `patch` runs the model once over random
+            tokens.
         method: a method's name (`list_methods()`) or a recipe's name, with or without settings: `turbo_sink`,
             `turbo:bits=2` (see `qattn_hf.recipes.spelling`).
         recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
@@ -74,7 +75,7 @@ def patch(
     runner = runner_of_model(model, chosen.settings.decode, own) if packs else Runner("stock", STEPS)
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     window = narrowest(model.config.get_text_config(decoder=True))
-    patched = Patched(chosen, specs, beside, device_type, [], runner, window, sizes)
+    patched = Patched(chosen, specs, beside, device_type, [], runner, window=window, sizes=sizes)
     name = patched.register()
     patched.constants = _unpatched_constants(model, specs)
     own_config(model)
@@ -85,6 +86,7 @@ def patch(
     except Exception:  # restore the model after any error, and raise it again
         restore(before)
         raise
+    patched.packed_implementations = selected(model)
     hooks.install(model, patched)
     _warn_of_slow_ways(model, patched)
     if packs:
