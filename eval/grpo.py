@@ -11,6 +11,7 @@ Framework Secretly Brings You Off-Policy RL Training", 2025). The setting `bf16`
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import time
@@ -56,6 +57,12 @@ def sums_of(rng: random.Random, count: int, options: argparse.Namespace) -> list
     return [(sum_prompt(question, worked), answer) for worked, (question, answer) in zip(shots, asked, strict=True)]
 
 
+@functools.cache
+def pieces_of(tokenizer: Any) -> list[str]:
+    """The text of each token."""
+    return [tokenizer.decode([i]) for i in range(len(tokenizer))]
+
+
 def answer_of(tokens: list[int], pieces: list[str], end: str) -> tuple[int, str]:
     """An answer's number of tokens and its text. An empty line or the text `end` is its last part."""
     text = ""
@@ -72,8 +79,7 @@ def sampled(model: PreTrainedModel, tokenizer: Any, asked: list[Sum], **how: Any
     batch = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
     out = model.generate(**batch, **how, use_cache=True, return_dict_in_generate=True, output_logits=True)
     tokens = out.sequences[:, batch["input_ids"].shape[1] :]
-    pieces = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-    answers = [answer_of(row, pieces, tokenizer.eos_token) for row in tokens.tolist()]
+    answers = [answer_of(row, pieces_of(tokenizer), tokenizer.eos_token) for row in tokens.tolist()]
     counts = torch.tensor([count for count, _ in answers], device=model.device)
     new = torch.arange(tokens.shape[1], device=model.device) < counts[:, None]
     chosen = zip(out.logits, tokens.T, strict=True)
@@ -128,11 +134,12 @@ def update(model: PreTrainedModel, policy: Policy, found: Rollout, options: argp
     for rows in torch.arange(len(found.ids), device=model.device).split(options.micro):
         new, log_p = found.new[rows], found.log_p[rows]
         full = trained_log_p(model, found.ids[rows], found.mask[rows], new.shape[1])
-        ratio = (full.detach() - log_p).exp()
+        difference = (full.detach() - log_p) * new
+        ratio = difference.exp()
         weights = ratio.clamp(max=TRUNCATED) * advantages[rows, None] * new
         (-(weights * full).sum() / tokens).backward()
-        off += float(((ratio - 1).abs() * new).sum()) / tokens
-        kl += float(((ratio - 1 - ratio.log()) * new).sum()) / tokens
+        off += float((ratio - 1).abs().sum()) / tokens
+        kl += float((ratio - 1 - difference).sum()) / tokens
     policy.step()
     return {"off": off, "kl": kl}
 

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import grpo
 import pytest
 import torch
 from helpers import random_ids, tiny_llama
-from refusals import ONE, SIZES, llava, logits, refused, tiny
+from refusals import ONE, SIZES, llava, logits, refused, same, state, tiny
 from training_tables import TABLES
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
-from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
+from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch, report, unpatch
 
 IDS = random_ids(2, 70)
 SAMPLED = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -217,3 +218,96 @@ def test_an_answer_ends_after_an_empty_line_or_the_end_of_the_text():
     pieces = ["a", "\n", "\n\n", "<end>", "b"]
     for tokens, count in (([0, 2, 4], 2), ([0, 1, 1, 4], 3), ([0, 3, 0], 2), ([0, 1, 4, 1], 4)):
         assert grpo.answer_of(tokens, pieces, "<end>")[0] == count
+
+
+def fused(model: PreTrainedModel) -> None:
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True).step()
+
+
+def one_by_one(model: PreTrainedModel) -> None:
+    last = [*model.model.parameters()][-1]
+    last.grad = torch.ones_like(last)
+    torch.optim.SGD([last], lr=1e-3, foreach=False).step()
+
+
+def in_place(model: PreTrainedModel) -> None:
+    model.load_state_dict({name: weight + 0.01 for name, weight in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("change", [fused, one_by_one, in_place])
+def test_a_cache_of_earlier_weights_is_refused(change: Callable[[PreTrainedModel], None], tokens: int, tmp_path: Path):
+    model = patch(tiny(), "int8")
+    with torch.no_grad():
+        kept = model(ONE).past_key_values
+        kept.save(tmp_path / "kept")
+        model(ONE[:, :tokens], past_key_values=kept)
+        before = state(kept)
+        change(model)
+        parts = "written before the model changed", "its weights were trained", "QAttnCache.for_model(model)"
+        refused(lambda: model(ONE[:, :tokens], past_key_values=kept), UnsupportedError, *parts)
+        longer = torch.cat([ONE, ONE[:, :tokens], ONE[:, :tokens]], 1)
+        refused(lambda: model.generate(longer, past_key_values=kept, max_new_tokens=2), UnsupportedError, *parts)
+        refused(lambda: kept.save(tmp_path / "more"), UnsupportedError, "its weights were trained")
+        refused(lambda: QAttnCache.load(tmp_path / "kept", model=model), UnsupportedError, "other weights")
+        assert same(before, kept)
+        kept.reset()
+        model(ONE, past_key_values=kept)
+        model(ONE[:, :tokens], past_key_values=kept)
+
+
+def test_an_optimizer_of_another_model_changes_no_cache():
+    model, other = patch(tiny(), "int8"), tiny()
+    with torch.no_grad():
+        kept = model(ONE).past_key_values
+        fused(other)
+        model(ONE[:, :1], past_key_values=kept)
+        model(ONE[:, :9], past_key_values=kept)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "turbo", "rotate_k": "hadamard", "equalize_k": True}, {"method": "kivi", "compensate_k": True}],
+    ids=["equalize_k", "compensate_k"],
+)
+def test_constants_of_the_weights_follow_them(settings: dict[str, Any]):
+    model = patch(tiny(head_dim=32), **settings)
+
+    def constants() -> list[torch.Tensor]:
+        return [tensor for layer in model._qattn.constants for tensor in layer.values()]
+
+    first = constants()
+    model.generate(ONE, max_new_tokens=2)
+    assert all(a is b for a, b in zip(first, constants(), strict=True)), "computed once for the same weights"
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    model.train()
+    got = model.generate(ONE, max_new_tokens=2)
+    found = constants()
+    assert len(found) == len(first) > 0 and not any(map(torch.equal, found, first))
+    assert model.training and torch.equal(step(model)[0], step(unpatch(copy.deepcopy(model)))[0])
+    again = patch(unpatch(model.eval()), **settings)
+    assert all(map(torch.equal, found, constants()))
+    assert torch.equal(again.generate(ONE, max_new_tokens=2), got)
+
+
+def test_prefixes_of_a_persistent_manager_are_not_those_of_earlier_weights():
+    model, prompt = patch(tiny(), "int8"), ONE[0].tolist()
+    sizes = {"max_new_tokens": 3, "persistent_manager": True, "progress_bar": False}
+
+    def answer(model: PreTrainedModel) -> list[int]:
+        (output,) = model.generate_batch([prompt], **sizes).values()
+        return output.generated_tokens
+
+    answer(model)
+    manager = model._cached_continuous_batching_manager
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    refused(lambda: manager.add_request(prompt), QAttnError, "weights were trained", "init_continuous_batching()")
+    got = answer(model)
+    model.destroy_cached_continuous_batching_manager()
+    fresh = patch(unpatch(model), "int8")
+    assert got == answer(fresh)
+    fresh.destroy_cached_continuous_batching_manager()

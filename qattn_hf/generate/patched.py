@@ -16,6 +16,7 @@ from qattn_hf.cache.pool import Pool
 from qattn_hf.model.heads import HeadSizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, WindowLayerSpec
 from qattn_hf.recipes.recipe import Recipe, check_packs
+from qattn_hf.saved.weights import Weights
 from qattn_kernels.layer.arena import zeroed_together
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
@@ -55,6 +56,7 @@ class Patched:
         hook_ids: ids of the forward hooks on both modules.
         marked: number of modules that carry this state: 2, the model and its decoder, or 1 if they are the same.
         constants: for each layer, the state tensors that no call writes (`model_constants.constants`).
+        weights: the weights for which a pass of the model gave these tensors; None without such a pass.
         holders: names of the modules that store an offset of positions (`offsets.py`).
         last, pool: the last cache, and memory kept for the next one.
         notices: warnings that this patch has given.
@@ -73,6 +75,7 @@ class Patched:
     hook_ids: list[int] = field(default_factory=list)
     marked: int = 0
     constants: list[State] = field(default_factory=list)
+    weights: Weights | None = None
     holders: tuple[str, ...] = ()
     last: LastCache = field(default_factory=LastCache)
     pool: Pool = field(default_factory=Pool)

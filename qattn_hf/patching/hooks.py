@@ -282,9 +282,6 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
             direct_forward.install(module)
     model.save_pretrained = BoundMethod(save_pretrained, model)
     model.init_continuous_batching = BoundMethod(init_continuous_batching, model)
-    if hasattr(type(model), "generate"):
-        model.generate = BoundMethod(training.generate, model)
-        model.generate_batch = BoundMethod(training.generate_batch, model)
     if not packs:
         if patched.window is not None:
             model._prepare_cache_for_generation = BoundMethod(prepare_stock_cache, model)
@@ -317,6 +314,7 @@ def uninstall(model: PreTrainedModel) -> None:
             module._forward_hooks_always_called.pop(hook_id, None)
         direct_forward.uninstall(module)
         del module._qattn
+    patched.hook_ids, patched.marked = [], 0
     latent.uninstall(model)
     offsets.uninstall(model)
     if isinstance(model.__dict__.get("_compiled_call_impl"), BoundMethod):

@@ -17,15 +17,17 @@ from qattn_hf.generate.patched import Patched, Runner, patch_of
 from qattn_hf.generate.step_runner import runner_of_model
 from qattn_hf.generate.window import narrowest
 from qattn_hf.model import _compat
+from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import HeadSizes, head_sizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, of_method, own_states
-from qattn_hf.model.selection import own_config, restore, select, selected
-from qattn_hf.model.supported_models import check_full, check_model, check_parts, check_selected
+from qattn_hf.model.supported_models import check_full, check_model, check_parts
 from qattn_hf.model.tensor_parallel import shard_of
-from qattn_hf.patching import hooks, warm
+from qattn_hf.patching import warm
+from qattn_hf.patching.rollout import attach, detach
 from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.recipes.recipe_settings import SHARED
+from qattn_hf.saved.weights import weights_of
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
@@ -76,18 +78,10 @@ def patch(
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     window = narrowest(model.config.get_text_config(decoder=True))
     patched = Patched(chosen, specs, beside, device_type, [], runner, window=window, sizes=sizes)
-    name = patched.register()
     patched.constants = _unpatched_constants(model, specs)
-    own_config(model)
-    before = patched.attn_implementations = selected(model)
-    try:
-        select(model, name)
-        check_selected(model, name)
-    except Exception:  # restore the model after any error, and raise it again
-        restore(before)
-        raise
-    patched.packed_implementations = selected(model)
-    hooks.install(model, patched)
+    if model_constants.from_weights(specs):
+        patched.weights = weights_of(decoder_of(model))
+    attach(model, patched)
     _warn_of_slow_ways(model, patched)
     if packs:
         warm.begin_for(model, [chosen])
@@ -193,9 +187,7 @@ def unpatch(model: Model) -> Model:
         UnsupportedError: the model is part of a larger model that was patched.
     """
     release(model)
-    before = model._qattn.attn_implementations
-    hooks.uninstall(model)
-    restore(before)
+    detach(model)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Training of a patched model: calls that train attend as before `patch`, and `generate` packs.
+"""Calls of a patched model that train: they attend as before `patch`.
 
 A call selects the attention that it needs in the model's configs, and leaves it selected. Gradient checkpointing calls
 layers again in the backward pass, after the call has ended, and they must find the same attention.
@@ -6,8 +6,6 @@ layers again in the backward pass, after the call has ended, and they must find 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,31 +52,3 @@ def select_attention(module: PreTrainedModel, packed: bool) -> None:
         restore(patched.packed_implementations if packed else patched.attn_implementations)
         (latent.install if packed else latent.uninstall)(module)
         patched.packs_now = packed
-
-
-@contextmanager
-def rollout(model: PreTrainedModel) -> Iterator[None]:
-    """Context in eval mode with packed attention. Modules in training mode return to it afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        select_attention(model, packed=True)
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of `generate`: pack also in training mode, which is restored afterwards."""
-    kind: Any = type(model)
-    with rollout(model):
-        return kind.generate(model, *args, **kwargs)
-
-
-def generate_batch(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of `generate_batch`: pack also in training mode, which is restored afterwards."""
-    kind: Any = type(model)
-    with rollout(model):
-        return kind.generate_batch(model, *args, **kwargs)
