@@ -35,6 +35,8 @@ from qattn_hf.generate.continuous.transformers_api import (
 )
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.messages import shown
+from qattn_hf.model.decoder import decoder_of
+from qattn_hf.saved.weights import seem_unchanged, weights_of
 
 QUEUE_SECONDS = 10  # longest wait for a queue bounded by `max_queue_size`, as in Transformers
 
@@ -58,6 +60,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
                     "call generate"
                 )
         self.page_layouts = layouts(model)
+        self.weights = weights_of(decoder_of(model))
         self.pool: PoolSize | None = None
         self.limits: Limits | None = None
         self._making, self._admitting, self._open = threading.Lock(), threading.Lock(), True
@@ -314,6 +317,11 @@ class PackedBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
 
     def _check_open(self) -> None:
+        if not seem_unchanged(decoder_of(self.model), self.weights):
+            raise EngineError(
+                "the model's weights were trained after this manager was made, and its pages may hold prefixes of "
+                "earlier weights: call model.init_continuous_batching() for a new one"
+            )
         reason = self.background_thread_status.can_accept_new_requests()
         if reason is not None or not self._open:
             raise EngineError(f"no request is accepted: {reason or 'the loop has ended.'} Start the manager again")
@@ -338,10 +346,15 @@ class PackedBatchingManager(ContinuousBatchingManager):
 def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Override of `init_continuous_batching`, which `generate_batch` and `transformers serve` call.
 
+    A persistent manager is replaced if the weights have changed.
+
     Raises:
         UnsupportedError: Transformers is too old, or packed pages do not support the model, its recipe or a setting of
             the `ContinuousBatchingConfig`.
     """
     check_version()
+    cached = getattr(model, "_cached_continuous_batching_manager", None)
+    if cached is not None and getattr(cached, "weights", None) != weights_of(decoder_of(model)):
+        model.destroy_cached_continuous_batching_manager()
     made = with_names(type(model).init_continuous_batching, ContinuousBatchingManager=PackedBatchingManager)
     return made(model, *args, **kwargs)
