@@ -11,12 +11,13 @@ from batching import NEW, Fault, answer, break_token, outputs, refuse_token, run
 from helpers import DEVICE, random_qkv
 from small_types import SHARED_KEYS, tiny
 from test_continuous_batching import alone, batched, prompts_of
-from test_window_layer import windowed
+from test_window_layer import CLOSE, windowed
 
 from qattn_hf import UnsupportedError, patch, report
 from qattn_hf.generate.continuous import transformers_api
 from qattn_hf.generate.continuous.batch import Held, batches
 from qattn_hf.generate.continuous.rings import AT_ONCE, RingLayer
+from qattn_hf.layer.window_layer import WindowLayer
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry, State
@@ -62,12 +63,19 @@ def test_kernels_serve_windows(method: str):
     assert batched(model, prompts, **short) == [alone(model, prompt, **short) for prompt in prompts]
 
 
+def fed(layer: WindowLayer, qkv: Any, begin: int, count: int) -> torch.Tensor:
+    """Feed `count` tokens to a layer of a cache; its output `[1, Hq, T, D]`."""
+    q, k, v = (x[:, :, begin : begin + count] for x in qkv)
+    span = torch.tensor([[0, count]], dtype=torch.int32)
+    return layer.attend(q, layer.update(k, v)[0], span, Scores(0.125))[0]
+
+
 class Served:
     """Rows of one layer with a window, called as a forward calls them."""
 
     def __init__(self, case: Any, window: int, slots: int = 3, dim: int = 32, impl: str = "reference"):
-        layer = windowed(case, window)
-        self.spec = type(layer.spec)(**{**vars(layer.spec), "impl": impl})
+        layer = windowed(case, window, impl=impl)
+        self.spec = layer.spec
         layout = Layout(Geometry(1, 2, dim, dim, 1, torch.float32), self.spec)
         self.layer = RingLayer(layout, slots, torch.device("cpu"), layer.constants)
         self.slots, self.lengths = slots, [0] * slots
@@ -117,16 +125,13 @@ def test_a_ring_holds_the_codes_of_a_packed_window(case: Any, window: int, again
     served.layer.clear_rows(torch.tensor([0, 1]))
     served.lengths[:2] = 0, 0
     alone = [windowed(case, window) for _ in range(3)]
-    spans = lambda n: torch.tensor([[0, n]], dtype=torch.int32)  # noqa: E731
-    alone[2].attend(qkv[0][:, :, :40], alone[2].update(*(x[:, :, :40] for x in qkv[1:]))[0], spans(40), Scores(0.125))
+    fed(alone[2], qkv, 0, 40)
     for counts in ((70, 1, 1), (1, 1, 1), (300, 129, 60), *[(1, 1, 1)] * 140, (40, 0, 500), (1, 33, 1), (0, 1, 1)):
         past = list(served.lengths)
         out = served.call(qkv, counts, again)
         for slot, count in enumerate(counts):
             if count:
-                q, k, v = (x[:, :, past[slot] : past[slot] + count] for x in qkv)
-                want, _ = alone[slot].attend(q, alone[slot].update(k, v)[0], spans(count), Scores(0.125))
-                torch.testing.assert_close(out[slot], want, rtol=0, atol=2e-5)  # fp32 sums over other tiles
+                torch.testing.assert_close(out[slot], fed(alone[slot], qkv, past[slot], count), **CLOSE)
     for slot, layer in enumerate(alone):
         mine, theirs = served.state(slot), layer.state
         held = int(mine["closed"])
@@ -143,15 +148,16 @@ def test_a_ring_holds_the_codes_of_a_packed_window(case: Any, window: int, again
 @pytest.mark.parametrize("case", [("none", {}), ("turbo", {"sink_num": 0})])
 def test_kernels_read_a_ring_in_place(case: Any):
     """Steps over which blocks leave, and a second layer that reads the same keys."""
-    served, right = (Served(case, 20, dim=64, impl=impl) for impl in ("triton", "reference"))
+    served, layers = Served(case, 20, dim=64, impl="triton"), [windowed(case, 20, impl="triton") for _ in range(2)]
     qkv, first = random_qkv(1, 400, dim=64), AT_ONCE * 64 + 128 - 2
     served.layer.read_again = True
     assert served.layer.in_place
     for counts in ((first, first - 60, 0), *[(1, 1, 0)] * 4, (1, 0, 5)):
-        out, want = served.call(qkv, counts, again=True), right.call(qkv, counts)
-        for slot in (slot for slot, count in enumerate(counts) if count == 1):  # prompts do not read pages
-            torch.testing.assert_close(out[slot], want[slot], rtol=0, atol=2e-3)  # products of TF32 or of codes
-    assert served.layer.rows["closed"].tolist() == right.layer.rows["closed"].tolist() == [2, 3, 0]
+        past = list(served.lengths)
+        out = served.call(qkv, counts, again=True)
+        for slot in out.keys() & {0, 1}:
+            torch.testing.assert_close(out[slot], fed(layers[slot], qkv, past[slot], counts[slot]), **CLOSE)
+    assert served.layer.rows["closed"].tolist() == [2, 3, 0]
 
 
 @pytest.mark.parametrize("method", ["none", "turbo:sliding=packed"])

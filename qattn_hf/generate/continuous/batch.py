@@ -24,7 +24,7 @@ class Held(NamedTuple):
         tokens: new tokens of the forward.
         pages: pages of its blocks, in order.
         new: True while its row is unwritten; `past` then counts the tokens of a shared prefix.
-        left: blocks that its window leaves behind with the new tokens. `pages` is then a ring (`rings.py`).
+        left: blocks that leave the row with the new tokens. Only a row with a window has some (`rings.py`).
     """
 
     slot: int
@@ -112,7 +112,7 @@ def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> 
         reach: stored tokens at the end of a row that the call may change, in addition to its new tokens.
     """
     tokens, requests = call[0].held.tokens, [one.held for one in call]
-    # blocks in front of the first are left behind; a ring that leaves some is written whole, which clears their masks
+    # If blocks leave a row, all its pages are written. Zeros then clear the masks of pages without a block.
     ends = [held.left + len(held.pages) if held.left else -(-(held.past + tokens) // block) for held in requests]
     written = [
         (row, index, held.pages[index % len(held.pages)])

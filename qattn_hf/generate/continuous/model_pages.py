@@ -12,7 +12,7 @@ from qattn_hf.generate.continuous.rings import ring_bytes, ring_of
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.layer.memory_budget import BudgetLayerSpec
 from qattn_hf.model.heads import head_sizes
-from qattn_hf.model.layer_kinds import own_states
+from qattn_hf.model.layer_kinds import ModelLayerSpec, own_states
 from qattn_hf.model.tensor_parallel import shard_of
 from qattn_kernels.layer.arena import ALIGNMENT, Layout
 from qattn_kernels.layer.spec import LayerSpec
@@ -82,7 +82,28 @@ def pages_of_model(model: PreTrainedModel) -> ModelPages:
     if shard_of(model).size > 1 or len({x.device for x in model.parameters()}) > 1:
         raise UnsupportedError("continuous batching of a model on several devices is not supported: use generate")
     specs = patched.recipe.layer_specs(model.config, patched.device_type, paged=True)
-    if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
+    packed = {index: spec for index, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
+    _check(specs, list(packed.values()))
+    reads = {index: getattr(spec, "reads", None) for index, spec in enumerate(specs)}
+    return ModelPages(
+        {index: _layout(model, index, spec) for index, spec in packed.items()},
+        {index: source for index, source in reads.items() if source is not None},
+    )
+
+
+def _layout(model: PreTrainedModel, index: int, spec: LayerSpec) -> Layout:
+    size = head_sizes(model.config, index)
+    return Layout(Geometry(1, size.kv, size.dim, size.v_dim, 1, model.dtype), spec)
+
+
+def _check(specs: list[LayerSpec | ModelLayerSpec], packed: list[LayerSpec]) -> None:
+    """Refuse layers without packed pages.
+
+    Args:
+        specs: specs of all layers.
+        packed: specs of the packed layers.
+    """
+    if any(isinstance(spec, BudgetLayerSpec) for spec in packed):
         raise UnsupportedError(
             "memory= does not apply to continuous batching, whose page pool has its own size: leave it out, and set "
             "num_blocks"
@@ -92,19 +113,9 @@ def pages_of_model(model: PreTrainedModel) -> ModelPages:
             f"this model has {states[0]}. The continuous batching of transformers has no place for its states: of the "
             "layer types, ATTN_TYPE_TO_ALLOCATOR has only full_attention and sliding_attention. Use generate"
         )
-    packed = {index: spec for index, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
-    if any(spec.latent for spec in packed.values()):
+    if any(spec.latent for spec in packed):
         raise UnsupportedError(
             "this model has latent attention (MLA), which has no packed pages: use generate, or unpatch(model)"
         )
-    if len({spec.window.block for spec in packed.values() if ring_of(spec) is None}) > 1:
+    if len({spec.window.block for spec in packed if ring_of(spec) is None}) > 1:
         raise UnsupportedError("the recipe gives layers blocks of different sizes: use generate, or one recipe for all")
-    sizes = {index: head_sizes(model.config, index) for index in packed}
-    reads = {index: getattr(spec, "reads", None) for index, spec in enumerate(specs)}
-    return ModelPages(
-        {
-            index: Layout(Geometry(1, sizes[index].kv, sizes[index].dim, sizes[index].v_dim, 1, model.dtype), spec)
-            for index, spec in packed.items()
-        },
-        {index: source for index, source in reads.items() if source is not None},
-    )

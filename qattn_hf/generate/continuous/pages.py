@@ -109,7 +109,7 @@ def mean_page_bytes(layouts: Sequence[Layout]) -> int:
 
 
 class Left(NamedTuple):
-    """Blocks that the rows of a call leave behind, because a sliding window has passed them.
+    """Blocks that leave their rows at the end of a call, because no later query of the sliding window sees them.
 
     Attributes:
         blocks: int32 `[R]`, blocks of each row.

@@ -38,18 +38,18 @@ class Ring(NamedTuple):
         """Pages of a row."""
         return -(-held_back(*self) // self.window.block) + AT_ONCE
 
-    def behind(self, tokens: int) -> int:
-        """Return how many blocks a row of `tokens` tokens has left behind. No later query sees them."""
+    def gone(self, tokens: int) -> int:
+        """Return how many blocks have left a row of `tokens` tokens. No later query sees them."""
         blocks = max(0, tokens - held_back(*self)) // self.window.block
         return blocks - blocks % AT_ONCE
 
     def held(self, request: Held) -> Held:
-        """Return a request as its layers with this window have it: without the blocks that it left behind."""
-        behind = self.behind(request.past)
-        left = self.behind(request.past + request.tokens) - behind
+        """Return a request as its layers with this window have it: without the blocks that have left."""
+        gone = self.gone(request.past)
+        left = self.gone(request.past + request.tokens) - gone
         first = RESERVED + request.slot * self.pages
-        pages = [first + (behind + index) % self.pages for index in range(self.pages)]
-        return request._replace(past=request.past - behind * self.window.block, pages=pages, left=left)
+        pages = [first + (gone + index) % self.pages for index in range(self.pages)]
+        return request._replace(past=request.past - gone * self.window.block, pages=pages, left=left)
 
 
 def ring_of(spec: LayerSpec) -> Ring | None:
