@@ -201,6 +201,9 @@ class PagedCache(PagedAttentionCache):
         super().perform_cache_copy(copy_src_and_dst)
         self.allocator.copy_rows()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the cache of continuous batching has no {name}, which this model needs: use generate")
+
     def extend_read_and_write_indices(self, *args: Any) -> None:
         """Do nothing: pages are read and written by block, not by token."""
 
