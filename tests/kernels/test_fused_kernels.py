@@ -194,12 +194,13 @@ def test_heads_are_ranked_in_the_step_that_closes_a_rows_first_blocks(settings: 
     assert other.state["v.head_of"].tolist() == [[0, 2, 1, 3]] * 2  # those of large values have 4 bits
 
 
-HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8)]
+HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8), (512, 8)]
 DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
 DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also where two warps share a tile
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
     DIMS_OF += [(case, 80, 3) for case in BY_CHANNELS]
     DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]
+    DIMS_OF += [(case, 512, 8) for case in (INT8, NONE, KIVI, ("fp8", {}), *BY_CHANNELS)]
     DIMS_OF += [(INT8, 64, 71)]  # the query heads of a model with one KV head
 PADDED_DIMS = [72, 80, 96, 112, 192]
 PADDED_CASES = [TURBO, INT8, KIVI, ("sinkq", {"residual_length": 0, "sink_num": 2}), ("turboquant", {})]

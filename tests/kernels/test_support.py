@@ -37,10 +37,12 @@ REASONS = [
     ("sage2", {"cache": "model", "bits": 4}, (2, 128), None),
     ("paper_sage2", {"cache": "model", "granularity": "tensor"}, (2, 64), "granularity is 'tensor'"),
     ("paper_sage2", {"cache": "model", "pv": "e5m2"}, (2, 64), "pv is 'e5m2'"),
-    ("turbo", {}, (2, 100), "head dims are 100 and 100; the kernels know multiples of 8 from 64 to 256"),
+    ("turbo", {}, (2, 100), "head dims are 100 and 100; the kernels know multiples of 8 from 64 to 512"),
     ("turbo", {}, (2, 192), None),
     ("turbo", {}, (1, 256), None),
-    ("turbo", {}, (1, 512), "head dims are 512"),
+    ("turbo", {}, (1, 512), None),
+    ("low2", {}, (1, 512), None),
+    ("turbo", {}, (1, 520), "head dims are 520"),
     ("int8", {"compute": "model"}, (2, 80), None),
 ]
 
