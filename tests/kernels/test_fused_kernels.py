@@ -262,12 +262,12 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return ((q.double() @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
-def check_errors(case: Case, kind: str, tokens: int) -> None:
+def check_errors(case: Case, kind: str, tokens: int, dim: int = 128 if ON_GPU else 64, group: int = 4) -> None:
     """Check the error against fp64 attention over the dequantized format: at most 1.5 times the reference's error, or a
     quarter of the codes' error. The check uses many rows, because a few tokens may have small errors by chance."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     rows, heads = (1, 2 if tokens > 5000 else 16) if ON_GPU else (1, 1)
-    full = inputs(rows, tokens, heads, group=4, dim=128 if ON_GPU else 64, kind=kind)
+    full = inputs(rows, tokens, heads, group, dim, kind)
     q, k, v = (x.to(dtype) for x in full)
     one, other = make_layer(case, tokens + 64, heads), make_layer(case, tokens + 64, heads)
     for layer in (one, other):  # everything but the last token, if many without attending
@@ -312,6 +312,29 @@ def test_error_against_fp64(case: Case, kind: str, tokens: int):
 @pytest.mark.parametrize("case", [*CASES, TWO_BITS, *LONG], ids=case_id)
 def test_error_at_32k(case: Case, kind: str):
     check_errors(case, kind, 32768)
+
+
+WIDE_CASES = [
+    *(TURBO, INT8, ("fp8", {}), ("turbo", {"rotate_k": "hadamard"})),
+    ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0}),
+]
+
+
+@pytest.mark.parametrize("group", [2, 8])  # 8 columns of a product, and 16
+@pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
+def test_error_of_wide_heads(case: Case, group: int):
+    check_errors(case, "normal", 32768 if ON_GPU else 129, 512, group)
+
+
+@pytest.mark.parametrize("case", [INT8, TURBO], ids=case_id)
+def test_sums_of_wide_heads_are_not_cut_off(case: Case):
+    """512 products of the largest codes are more than the low bits of a float hold (`MOST_SUMMED`)."""
+    _, _, v = inputs(1, 66, heads=1, dim=512)
+    k = torch.ones_like(v) * torch.where(torch.arange(66, device=DEVICE) % 2 == 0, 1.0, -1.0)[:, None]
+    q = torch.full_like(v, 0.05)
+    layer = make_layer(case, 128, 1)
+    out = feed(fused_step, layer, (q, k, v), [65, 66])
+    assert max(error(x[:, :, -1:], exact(q[:, :, :1], k[:, :, :n], v[:, :, :n])) for x, n in zip(out, (65, 66))) < 0.15
 
 
 @pytest.mark.parametrize("case", [TURBO, INT8, KIVI], ids=case_id)

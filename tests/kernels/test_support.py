@@ -41,7 +41,7 @@ REASONS = [
     ("turbo", {}, (2, 192), None),
     ("turbo", {}, (1, 256), None),
     ("turbo", {}, (1, 512), None),
-    ("low2", {}, (1, 512), None),
+    ("kivi", {"group_size": 128}, (1, 512), None),
     ("turbo", {}, (1, 520), "head dims are 520"),
     ("int8", {"compute": "model"}, (2, 80), None),
 ]
