@@ -6,7 +6,6 @@ from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.layout import WIDEST_HEAD
 
 
-
 def warps_of(channels: int, warps: int) -> int:
     """Return `warps`, or twice as many for heads wider than 256 channels."""
     return warps if channels <= WIDEST_HEAD else 2 * warps

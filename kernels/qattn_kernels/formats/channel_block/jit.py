@@ -185,7 +185,7 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
             y_lo, y_hi = unstack(y)
             y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
             lo, hi = _levels(x, HALVES, BITS, SIDE, C)
-            o = add_split(hi, split_weights(y_hi, C), dot_split(lo, split_weights(y_lo, C)))
+            o = add_split(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)))
         return join_split(o)
 
 

@@ -117,7 +117,8 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
 def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
     """Return parts per block and launch options of `long_kernel`.
 
-    Heads wider than 256 channels take two parts. 128 channels of both sides do not fit in registers at once. The call then uses two parts, or twice as many threads:
+    Heads wider than 256 channels take two parts. 128 channels of both sides do not fit in registers at once. The call
+    then uses two parts, or twice as many threads:
 
     - Groups of 128 unquantized tokens take more threads. With compensation they take two parts, because a tile passes
       through shared memory.

@@ -18,7 +18,17 @@ import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
-from qattn_kernels.jit.math import LN2, LOG2E, MOST_SUMMED, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, largest, to_codes
+from qattn_kernels.jit.math import (
+    LN2,
+    LOG2E,
+    MOST_SUMMED,
+    NOTHING,
+    ROUNDER,
+    ROUNDER_BITS,
+    float_to_int8,
+    largest,
+    to_codes,
+)
 from qattn_kernels.jit.rows import in_window, load_row, result_column
 from qattn_kernels.layout import WIDEST_HEAD
 from qattn_kernels.ops.prefill.weights import (
