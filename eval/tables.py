@@ -26,6 +26,7 @@ import several_gpu_tables
 import small_gpu_tables
 import speed_tables
 import task_tables
+import training_tables
 import type_tables
 from api_page import api_table, cli_table
 from known_types import known_table
@@ -48,6 +49,7 @@ PAGES = {
     "gpus": ("gpus",),
     "small-gpus": ("small-gpus",),
     "several-gpus": ("several-gpus", "move-prefix"),
+    "training": ("grpo-*",),
 }
 
 
@@ -74,7 +76,7 @@ def _conditions(results: Path, page: str) -> str:
 
 DECLARED = (
     overview_table, quality_tables, speed_tables, small_gpu_tables, several_gpu_tables, task_tables, paper_tables,
-    type_tables, gpu_tables,
+    type_tables, gpu_tables, training_tables,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     **{table.name: table for module in DECLARED for table in module.TABLES},

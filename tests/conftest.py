@@ -4,6 +4,7 @@ Without a GPU, kernels run in the interpreter. Triton decides that when it is im
 it first.
 """
 
+import functools
 import os
 import sys
 import zlib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER is not None:  # parallel processes would wait for each other if each used all cores
@@ -22,6 +24,8 @@ if WORKER is not None:  # parallel processes would wait for each other if each u
 os.environ["QATTN_TUNED"] = os.devnull  # tiles that were measured on this machine are not what tests expect
 
 import torch  # noqa: E402 - reads these once
+
+typer.main.get_command = functools.cache(typer.main.get_command)  # each call of `qattn` would build all commands
 
 FEW = 6  # sets of parameters of a test below `kernels/` that runs none: the first tier has them all
 MANY = 12  # sets of parameters of a test that is no product: above it the first tier has some

@@ -59,7 +59,7 @@ class Adapted:
         for layer, weight in zip(self.layers(), self.weights, strict=True):
             if layer.merged:
                 layer.unmerge()
-                layer.base_layer.weight.copy_(weight)  # which that rounds
+                layer.base_layer.weight.data.copy_(weight)  # which that rounds
             layer.enable_adapters(True)
             layer.scaling["one"] = 2.0
         self.on("one")

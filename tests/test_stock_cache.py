@@ -259,6 +259,3 @@ def test_calls_that_are_refused(how, part):
     model, ids = patch(tiny_llama(), **OVER), random_ids(1, TOKENS)
     with pytest.raises(UnsupportedError, match=part):
         model(ids, **how)
-    model.train()
-    with pytest.raises(UnsupportedError, match="does not train"):
-        model(ids)

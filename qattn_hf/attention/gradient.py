@@ -15,8 +15,8 @@ def refuse_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Raise `UnsupportedError`. This is an operator, because a compiler would run plain Python of a backward pass while
     tracing."""
     raise UnsupportedError(
-        "packed attention has no gradient: unpatch(model) to train it or to look at its gradients, and call a patched "
-        "model under torch.no_grad()"
+        "packed attention has no gradient: call model.train() or pass use_cache=False to record gradients, and call a "
+        "patched model under torch.no_grad() otherwise"
     )
 
 

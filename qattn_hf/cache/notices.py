@@ -156,6 +156,14 @@ class Notices:
         """Warn that kernels run with the launch configurations of another GPU."""
         self.once("configurations", f"{reason}, which may be slower. `qattn bench tiles` measures this GPU")
 
+    def of_gradients(self) -> None:
+        """Warn that a call in eval mode attends in full precision, because it records gradients and has no cache."""
+        self.once(
+            "gradients",
+            "use_cache=False with gradients: this call attends in full precision, as before patch. Under "
+            "torch.no_grad() it attends through a packed cache",
+        )
+
     def before_another(self) -> None:
         """Forget caches that compiled steps have read. Only the host's counts show it, and the next call may free a
         cache."""

@@ -16,6 +16,7 @@ from qattn_hf.cache.pool import Pool
 from qattn_hf.model.heads import HeadSizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, WindowLayerSpec
 from qattn_hf.recipes.recipe import Recipe, check_packs
+from qattn_hf.saved.weights import Weights
 from qattn_kernels.layer.arena import zeroed_together
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
@@ -47,12 +48,15 @@ class Patched:
         beside: attention implementation of the unpacked layers; None if all layers are packed.
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
         attn_implementations: each config of the model with its attention implementation before `patch`.
+        packed_implementations: the same after `patch`.
+        packs_now: whether the configs name the packed attention. The last call selected it (`patching/training.py`).
         runner: how `generate` runs its decode steps (`step_runner.runner_of_model`).
         window: width in tokens of the narrowest sliding window, None without one; no window hides a position
         sizes: heads of each layer, if all layers are packed and on one device; else None.
         hook_ids: ids of the forward hooks on both modules.
         marked: number of modules that carry this state: 2, the model and its decoder, or 1 if they are the same.
         constants: for each layer, the state tensors that no call writes (`model_constants.constants`).
+        weights: the weights for which a pass of the model gave these tensors; None without such a pass.
         holders: names of the modules that store an offset of positions (`offsets.py`).
         last, pool: the last cache, and memory kept for the next one.
         notices: warnings that this patch has given.
@@ -64,11 +68,14 @@ class Patched:
     device_type: str
     attn_implementations: list[tuple[PretrainedConfig, str | None]]
     runner: Runner
+    packed_implementations: list[tuple[PretrainedConfig, str | None]] = field(default_factory=list)
+    packs_now: bool = True
     window: int | None = None
     sizes: list[HeadSizes] | None = None
     hook_ids: list[int] = field(default_factory=list)
     marked: int = 0
     constants: list[State] = field(default_factory=list)
+    weights: Weights | None = None
     holders: tuple[str, ...] = ()
     last: LastCache = field(default_factory=LastCache)
     pool: Pool = field(default_factory=Pool)

@@ -38,7 +38,7 @@ class Turbo(WindowedMethod):
     )
     measured = (
         Measured("turbo", "quality compare bits decode prefill tune released", record="turbo_sink"),
-        Measured("turbo:bits=mixed", "quality compare bits tune released", record="turbo_sink"),
+        Measured("turbo:bits=mixed", "quality compare bits released", record="turbo_sink"),
         Measured("turbo:bits=2", "quality compare bits released", record="turbo_2"),
         Measured("turbo:sink_num=0", "quality compare bits decode prefill released"),
         Measured("turbo:bits=mixed,sink_num=0", "quality compare bits trees-decode released"),

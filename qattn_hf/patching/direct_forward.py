@@ -6,11 +6,13 @@ import inspect
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from qattn_hf.cache.cache import QAttnCache
 from qattn_hf.generate.continuous.cache import PagedCache
 from qattn_hf.model._compat import CACHE
 from qattn_hf.model.bound_method import BoundMethod
+from qattn_hf.patching.training import select_attention, trains
 
 
 class Forward(BoundMethod):
@@ -34,9 +36,14 @@ class Forward(BoundMethod):
         return Forward, (self._model(),)
 
 
-def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's `forward` inside a call whose hooks have run. Otherwise start a call, which runs the hooks."""
+def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's `forward` inside a call whose hooks have run, or in a call that trains, which needs no hooks.
+
+    Otherwise start a call, which runs the hooks."""
     if torch.compiler.is_compiling() or not hasattr(model, "_qattn") or _inside_call(kwargs):
+        return type(model).forward(model, *args, **kwargs)
+    if trains(model, kwargs):
+        select_attention(model, packed=False)
         return type(model).forward(model, *args, **kwargs)
     return model(*args, **kwargs)
 

@@ -38,28 +38,33 @@ from qattn_hf.model._compat import CACHE, by_cache_name, exporting
 from qattn_hf.model.bound_method import BoundMethod
 from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.device import device_of
-from qattn_hf.patching import direct_forward
+from qattn_hf.patching import direct_forward, training
 from qattn_hf.recipes.recipe_files import RECIPE_FILE
 from qattn_hf.saved.writer import check_writer
 
 
-def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple:
+def before_forward(
+    module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple | None:
     """Pre-forward hook of a patched model and of its decoder: pass a packed cache, refuse unsupported calls.
 
     Args:
         names: positional parameters of the module's forward. They turn `args` into keywords.
 
     Returns:
-        No positional arguments, and the keywords with the cache and `use_cache` set.
+        No positional arguments, and the keywords with the cache and `use_cache` set. None for a call that attends as
+        before `patch` (`training.trains`).
 
     Raises:
-        UnsupportedError: training, attention weights as output, a cache of another kind or model, a mask with holes,
-            packed sequences, tokens beyond a sliding window, or an export.
+        UnsupportedError: attention weights as output, a cache of another kind or model, a mask with holes, packed
+            sequences, tokens beyond a sliding window, an export, or training mode with a packed cache.
     """
     if exporting():
         _refuse_export()
     patched = patch_of(module)
     kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
+    if _trains(module, kwargs):
+        return None
     _check_call(module, kwargs)
     if isinstance(kwargs.get("cache"), PagedCache):
         return (), {**kwargs, "attention_mask": UNREAD}
@@ -135,12 +140,11 @@ def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], 
 
     A stock model's output has no cache then. A call ended by an exception has no output, and its cache is restored.
     """
-    if isinstance(kwargs.get("cache"), PagedCache):
-        return output
     cache: Any = kwargs.get(CACHE)
+    if not isinstance(cache, QAttnCache):  # pages of continuous batching, or a call that trains
+        return output
     if output is None:
-        if isinstance(cache, QAttnCache):
-            cache.take_back()
+        cache.take_back()
         return None
     if not torch.compiler.is_compiling():
         cache.end(module)
@@ -163,12 +167,14 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
     """Pre-forward hook over Transformers' stock caches (`cache="model"`): refuse unsupported calls, change nothing.
 
     Raises:
-        UnsupportedError: training, attention weights as output, another device than at `patch`, tokens beyond a sliding
-            window, or an export without a cache.
+        UnsupportedError: attention weights as output, another device than at `patch`, tokens beyond a sliding window,
+            an export without a cache, or training mode with a packed cache.
     """
     kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
     if exporting() and kwargs.get(CACHE) is None:  # Transformers' masks are not causal then
         _refuse_export()
+    if _trains(module, kwargs):
+        return
     _check_call(module, kwargs)
     patched, device = patch_of(module), next(module.parameters()).device
     if patched.device_type != device.type and patched.device_type != (device := device_of(module)).type:
@@ -180,24 +186,39 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
         check_reach(patched.window, _shape(kwargs)[1] + (0 if cache is None else int(cache.get_seq_length())))
 
 
+def _trains(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Select the attention of a call. Return whether it attends as before `patch`.
+
+    Raises:
+        UnsupportedError: as `training.trains`; or the user chose another attention after `patch`.
+    """
+    unpacked, patched = training.trains(module, kwargs), patch_of(module)
+    if not torch.compiler.is_compiling():
+        _check_selected(module.config, patched)
+        if unpacked and not module.training:
+            patched.notices.of_gradients()
+    training.select_attention(module, packed=not unpacked)
+    return unpacked
+
+
 def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    if module.training:
-        raise UnsupportedError("a patched model does not train: call model.eval(), or unpatch(model) first")
     if _requested(module, kwargs, "output_attentions"):
         raise UnsupportedError(
             "output_attentions is not supported: this attention never builds the weights; unpatch(model)"
         )
-    if not torch.compiler.is_compiling() and not (selected := _selected(module.config)).startswith(attention.NAME):
+
+
+def _check_selected(config: PretrainedConfig, patched: Patched) -> None:
+    """Refuse an attention that the user chose after `patch`. In a composite config, the text config names it."""
+    own = config._attn_implementation or ""
+    if patched.packs_now and own.startswith(attention.NAME):
+        return
+    selected = config.get_text_config(decoder=True)._attn_implementation or ""
+    if not (selected.startswith(attention.NAME) if patched.packs_now else selected == patched.attention_before(config)):
         raise UnsupportedError(
             f"set_attn_implementation chose {selected!r} after patch, in place of the patched attention: patch the "
             "model again, or unpatch(model) first"
         )
-
-
-def _selected(config: PretrainedConfig) -> str:
-    """Return the decoder's attention implementation. In a composite config, the text config names it."""
-    own = config._attn_implementation or ""
-    return own if own.startswith(attention.NAME) else config.get_text_config(decoder=True)._attn_implementation or ""
 
 
 def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
@@ -293,13 +314,14 @@ def uninstall(model: PreTrainedModel) -> None:
             module._forward_hooks_always_called.pop(hook_id, None)
         direct_forward.uninstall(module)
         del module._qattn
+    patched.hook_ids, patched.marked = [], 0
     latent.uninstall(model)
     offsets.uninstall(model)
     if isinstance(model.__dict__.get("_compiled_call_impl"), BoundMethod):
         del model._compiled_call_impl
     overrides = (
         "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained",
-        "init_continuous_batching", "_get_candidate_generator",
+        "init_continuous_batching", "_get_candidate_generator", "generate", "generate_batch",
     )  # fmt: skip
     for name in (*overrides, "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)

@@ -17,15 +17,17 @@ from qattn_hf.generate.patched import Patched, Runner, patch_of
 from qattn_hf.generate.step_runner import runner_of_model
 from qattn_hf.generate.window import narrowest
 from qattn_hf.model import _compat
+from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import HeadSizes, head_sizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, of_method, own_states
-from qattn_hf.model.selection import own_config, restore, select, selected
-from qattn_hf.model.supported_models import check_full, check_model, check_parts, check_selected
+from qattn_hf.model.supported_models import check_full, check_model, check_parts
 from qattn_hf.model.tensor_parallel import shard_of
-from qattn_hf.patching import hooks, warm
+from qattn_hf.patching import warm
+from qattn_hf.patching.rollout import attach, detach
 from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.recipes.recipe_settings import SHARED
+from qattn_hf.saved.weights import weights_of
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
@@ -43,8 +45,9 @@ def patch(
     the first. `unpatch` restores the model.
 
     Args:
-        model: a decoder of Transformers, on the device where it will run. It must be in eval mode when it runs. With
-            `compensate_k` or `equalize_k`, `patch` runs the model once over random tokens.
+        model: a decoder of Transformers, on the device where it will run. In training mode it attends as before the
+            patch, and `generate` packs. With `compensate_k` or `equalize_k`, `patch` runs the model once over random
+            tokens.
         method: a method's name (`list_methods()`) or a recipe's name, with or without settings: `turbo_sink`,
             `turbo:bits=2` (see `qattn_hf.recipes.spelling`).
         recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
@@ -74,18 +77,11 @@ def patch(
     runner = runner_of_model(model, chosen.settings.decode, own) if packs else Runner("stock", STEPS)
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     window = narrowest(model.config.get_text_config(decoder=True))
-    patched = Patched(chosen, specs, beside, device_type, [], runner, window, sizes)
-    name = patched.register()
+    patched = Patched(chosen, specs, beside, device_type, [], runner, window=window, sizes=sizes)
     patched.constants = _unpatched_constants(model, specs)
-    own_config(model)
-    before = patched.attn_implementations = selected(model)
-    try:
-        select(model, name)
-        check_selected(model, name)
-    except Exception:  # restore the model after any error, and raise it again
-        restore(before)
-        raise
-    hooks.install(model, patched)
+    if model_constants.from_weights(specs):
+        patched.weights = weights_of(decoder_of(model))
+    attach(model, patched)
     _warn_of_slow_ways(model, patched)
     if packs:
         warm.begin_for(model, [chosen])
@@ -128,32 +124,44 @@ def _has_budget(settings: dict[str, Any]) -> bool:
 
 
 def _chosen(model: PreTrainedModel, settings: dict[str, Any]) -> Recipe:
-    """Return the recipe chosen within `bits` or `kl`. An earlier patch is removed for the probe and then restored."""
+    """Return the recipe chosen within `bits` or `kl`. An earlier patch is set aside for the probe."""
     from qattn_hf.choosing.choose import check_budget, choose, warn_of_whole_bits  # this module patches models
 
     bits, kl, shared = check_budget(settings)
     warn_of_whole_bits(bits, stacklevel=5)
-    if not hasattr(model, "_qattn"):
-        return choose(model, bits, kl, shared)
-    earlier = patch_of(model).recipe
-    unpatch(model)
+    earlier = _set_aside(model)
     try:
         return choose(model, bits, kl, shared)
     finally:
-        patch(model, recipe=earlier)
+        _put_back(model, earlier)
 
 
 def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:
-    """Compute `constants` of a model. An earlier patch is removed first, and restored if this fails."""
-    earlier = model._qattn.recipe if hasattr(model, "_qattn") else None
-    if earlier is not None:
-        unpatch(model)
+    """Compute `constants` of a model. An earlier patch is removed first, and put back if this fails."""
+    earlier = _set_aside(model)
     try:
-        return model_constants.constants(model, specs)
+        found = model_constants.constants(model, specs)
     except Exception:  # restore the model after any error, and raise it again
-        if earlier is not None:
-            patch(model, recipe=earlier)
+        _put_back(model, earlier)
         raise
+    if earlier is not None:
+        earlier.release()
+    return found
+
+
+def _set_aside(model: PreTrainedModel) -> Patched | None:
+    """Remove an earlier patch but keep its caches, and return it for `_put_back`. None if there is none."""
+    if not hasattr(model, "_qattn"):
+        return None
+    earlier = patch_of(model)
+    detach(model)
+    return earlier
+
+
+def _put_back(model: PreTrainedModel, earlier: Patched | None) -> None:
+    """Install a patch again that `_set_aside` returned."""
+    if earlier is not None:
+        attach(model, earlier)
 
 
 def _note_unused(model: PreTrainedModel) -> None:
@@ -191,9 +199,7 @@ def unpatch(model: Model) -> Model:
         UnsupportedError: the model is part of a larger model that was patched.
     """
     release(model)
-    before = model._qattn.attn_implementations
-    hooks.uninstall(model)
-    restore(before)
+    detach(model)
     return model
 
 

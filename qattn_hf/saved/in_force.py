@@ -1,4 +1,4 @@
-"""Changes to a model's keys outside weights and config: active adapters and RoPE frequencies.
+"""Changes to a model's keys that its config does not show: active adapters, RoPE frequencies and trained weights.
 
 Peft switches and scales adapters by plain attributes of the layers that it wraps. It does so in the models that it
 returns, and in models changed by Transformers' `load_adapter`. RoPE frequencies are buffers that no checkpoint stores,
@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.model.decoder import decoder_of
+from qattn_hf.saved.weights import Weights, seem_unchanged, weights_of
 
 CHANGING = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of each call
 # relative tolerance of a frequency: devices round powers differently by about 1e-7; any scaling changes percents
@@ -25,13 +26,14 @@ Frequencies = dict[str, Any]  # `attention_scaling`, a number or None, and `inv_
 
 
 class InForce(NamedTuple):
-    """Active adapters and RoPE frequencies of a model's decoder.
+    """Active adapters, RoPE frequencies and changes of the weights of a model's decoder.
 
     Attributes:
         adapters: a description, by layer name, of the active adapters that change the layer's output.
         rope: the frequencies of each RoPE by name. For the kinds in `CHANGING`, the frequencies before any length
             changes them.
         parameters: the config's RoPE parameters now, as text.
+        weights: the count of changes of the weights of `decoder`.
         first, setting: the first layer with adapters and its setting; None without one. A decode step compares only
             this setting.
     """
@@ -39,6 +41,8 @@ class InForce(NamedTuple):
     adapters: dict[str, str]
     rope: dict[str, Frequencies]
     parameters: str
+    decoder: ref[torch.nn.Module]
+    weights: Weights
     first: ref[torch.nn.Module] | None
     setting: Setting | None
 
@@ -64,16 +68,20 @@ def in_force(model: PreTrainedModel) -> InForce:
         else:
             rope |= {f"{name}.{buffer}": _frequencies(module, buffer) for buffer in _inverse(own)}
     parameters = str(getattr(decoder.config.get_text_config(decoder=True), "rope_parameters", None))
+    known = adapters, rope, parameters, ref(decoder), weights_of(decoder)
     if first is None:
-        return InForce(adapters, rope, parameters, None, None)
-    return InForce(adapters, rope, parameters, ref(first), _setting(vars(first)))
+        return InForce(*known, None, None)
+    return InForce(*known, ref(first), _setting(vars(first)))
 
 
 def unchanged(then: InForce) -> bool:
-    """Return whether the first layer with adapters has its old setting.
+    """Return whether the weights seem unchanged, and the first layer with adapters has its old setting.
 
     A decode step has no time for more, and peft switches all layers together.
     """
+    decoder = then.decoder()
+    if decoder is None or not seem_unchanged(decoder, then.weights):
+        return False
     if then.first is None:
         return True
     module = then.first()
@@ -102,7 +110,7 @@ def changed(then: InForce, now: InForce) -> str | None:
         return found
     if then.parameters != now.parameters:
         return "its config has other rope_parameters: restore them"
-    return None
+    return None if then.weights == now.weights else "its weights were trained: read the tokens again"
 
 
 def _modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

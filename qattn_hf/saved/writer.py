@@ -34,7 +34,7 @@ class Writer:
     """Weak reference to the model whose calls wrote a cache. Pickles of the cache omit it.
 
     Attributes:
-        in_force: adapters and RoPE of the model at the first call; None if unknown.
+        in_force: adapters, RoPE and changes of weights of the model at the first call; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -62,13 +62,13 @@ class Writer:
 def check_writer(cache: Any, module: PreTrainedModel, tokens: int) -> None:
     """Check that `module`, a model or its decoder, may continue a cache with a call of `tokens` tokens.
 
-    It must be the writer or have the same weights, and its adapters and RoPE must be unchanged. For an empty cache, its
-    adapters and RoPE are recorded. Comparing the weights of two models takes a few milliseconds. If the writer was
-    freed, nothing is compared. A one-token call only compares the adapters of the first layer with adapters.
+    It must be the writer or have the same weights. Its weights, adapters and RoPE must be unchanged. For an empty
+    cache, they are recorded. Comparing the weights of two models takes a few milliseconds. If the writer was
+    freed, nothing is compared. A one-token call compares little (`in_force.unchanged`).
 
     Raises:
-        UnsupportedError: another model wrote the cache; weights are offloaded and cannot be compared; or adapters or
-            RoPE have changed.
+        UnsupportedError: another model wrote the cache; weights are offloaded and cannot be compared; or weights,
+            adapters or RoPE have changed.
     """
     writer, then = cache.writer.model, cache.writer.in_force
     written = writer is not None and any(layer.edits for layer in cache.layers)

@@ -60,6 +60,12 @@ def constants(
     return found
 
 
+def from_weights(specs: Sequence[LayerSpec | ModelLayerSpec]) -> bool:
+    """Return whether a layer has constants that a pass of the model gives."""
+    packed = [spec for spec in specs if isinstance(spec, LayerSpec)]
+    return any(spec.compute.equalize or compensates(spec.k) for spec in packed)
+
+
 def _passed(
     passes: Passes, setting: str, wanted: dict[int, LayerSpec], key: Iterable[Any], run: Callable[[], Tensors]
 ) -> Tensors:

@@ -21,9 +21,10 @@ from qattn_hf.generate.continuous.admission import (
     stop_tokens,
 )
 from qattn_hf.generate.continuous.cache import PagedCache
+from qattn_hf.generate.continuous.model_pages import pages_of_model
 from qattn_hf.generate.continuous.pool import PoolSize, size_of
 from qattn_hf.generate.continuous.processor import SCHEDULERS, PackedProcessor
-from qattn_hf.generate.continuous.resolve import layouts, resolved
+from qattn_hf.generate.continuous.resolve import resolved
 from qattn_hf.generate.continuous.router import Router
 from qattn_hf.generate.continuous.sampling import CHILD, Sampling, taken
 from qattn_hf.generate.continuous.transformers_api import (
@@ -35,6 +36,8 @@ from qattn_hf.generate.continuous.transformers_api import (
 )
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.messages import shown
+from qattn_hf.model.decoder import decoder_of
+from qattn_hf.saved.weights import seem_unchanged, weights_of
 
 QUEUE_SECONDS = 10  # longest wait for a queue bounded by `max_queue_size`, as in Transformers
 
@@ -57,13 +60,14 @@ class PackedBatchingManager(ContinuousBatchingManager):
                     f"{name}={getattr(generation_config, name)!r}: continuous batching has no {name}; leave it out, or "
                     "call generate"
                 )
-        self.page_layouts = layouts(model)
+        self.pages = pages_of_model(model)
+        self.weights = weights_of(decoder_of(model))
         self.pool: PoolSize | None = None
         self.limits: Limits | None = None
         self._making, self._admitting, self._open = threading.Lock(), threading.Lock(), True
         with_names(
             ContinuousBatchingManager.__init__,
-            resolve_continuous_batching_config=partial(resolved, self.page_layouts),
+            resolve_continuous_batching_config=partial(resolved, self.pages),
             OutputRouter=lambda: Router(self.cancel_request),
         )(self, model=model, generation_config=generation_config, **kwargs)
         self.sampling, rest = taken(self.logit_processor.logits_processor, bool(generation_config.do_sample))
@@ -77,7 +81,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
         slots = self.continuous_batching_config.max_requests_per_batch
         create = with_names(
             ContinuousBatchingManager._create_batch_processor,
-            PagedAttentionCache=partial(PagedCache, self.page_layouts, patch_of(self.model).constants, slots),
+            PagedAttentionCache=partial(PagedCache, self.pages, patch_of(self.model).constants, slots),
             ContinuousBatchProcessor=PackedProcessor,
             SCHEDULER_MAPPING=SCHEDULERS,
         )
@@ -314,6 +318,11 @@ class PackedBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
 
     def _check_open(self) -> None:
+        if not seem_unchanged(decoder_of(self.model), self.weights):
+            raise EngineError(
+                "the model's weights were trained after this manager was made, and its pages may hold prefixes of "
+                "earlier weights: call model.init_continuous_batching() for a new one"
+            )
         reason = self.background_thread_status.can_accept_new_requests()
         if reason is not None or not self._open:
             raise EngineError(f"no request is accepted: {reason or 'the loop has ended.'} Start the manager again")
@@ -338,10 +347,15 @@ class PackedBatchingManager(ContinuousBatchingManager):
 def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Override of `init_continuous_batching`, which `generate_batch` and `transformers serve` call.
 
+    A persistent manager is replaced if the weights have changed.
+
     Raises:
         UnsupportedError: Transformers is too old, or packed pages do not support the model, its recipe or a setting of
             the `ContinuousBatchingConfig`.
     """
     check_version()
+    cached = getattr(model, "_cached_continuous_batching_manager", None)
+    if cached is not None and getattr(cached, "weights", None) != weights_of(decoder_of(model)):
+        model.destroy_cached_continuous_batching_manager()
     made = with_names(type(model).init_continuous_batching, ContinuousBatchingManager=PackedBatchingManager)
     return made(model, *args, **kwargs)
