@@ -11,6 +11,7 @@ from qattn_kernels.launch.constants import FACTORS_STEP, WIDEST_TILE, Sizes, pow
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
+from qattn_kernels.layout import WIDEST_HEAD
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import short_kernel
 from qattn_kernels.ops.append.long_call import finish_kernel, long_kernel
@@ -116,7 +117,8 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
 def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
     """Return parts per block and launch options of `long_kernel`.
 
-    128 channels of both sides do not fit in registers at once. The call then uses two parts, or twice as many threads:
+    Heads wider than 256 channels take two parts. 128 channels of both sides do not fit in registers at once. The call
+    then uses two parts, or twice as many threads:
 
     - Groups of 128 unquantized tokens take more threads. With compensation they take two parts, because a tile passes
       through shared memory.
@@ -130,6 +132,8 @@ def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
             return 2, {**options, "maxnreg": 80}
         if size.BLOCK == 64 and spec.k.in_model_precision and spec.v.in_model_precision:
             return 2, {**options, "maxnreg": 64}
+    if min(size.K.DP, size.V.DP) > WIDEST_HEAD:
+        return 2, {**options, "maxnreg": 128}
     return 1, {**options, "maxnreg": 128}  # two programs of eight warps share a multiprocessor
 
 

@@ -10,6 +10,7 @@ from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
+from qattn_kernels.launch.options import warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import Shares, choose
@@ -40,7 +41,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     few = tuned.shares.many <= ONE_WARP  # ignores the capacity, so that sums do not depend on it
     chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
-    return merge(call, results, tuned.shares, chunk, warps)
+    return merge(call, results, tuned.shares, chunk, warps_of(size.V.DP, warps))
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:

@@ -18,8 +18,19 @@ import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
-from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, largest, to_codes
+from qattn_kernels.jit.math import (
+    LN2,
+    LOG2E,
+    MOST_SUMMED,
+    NOTHING,
+    ROUNDER,
+    ROUNDER_BITS,
+    float_to_int8,
+    largest,
+    to_codes,
+)
 from qattn_kernels.jit.rows import in_window, load_row, result_column
+from qattn_kernels.layout import WIDEST_HEAD
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
     LEVELS,
@@ -33,6 +44,7 @@ from qattn_kernels.ops.prefill.weights import (
 )
 
 MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
+PART = tl.constexpr(WIDEST_HEAD)  # value channels of a product; registers do not hold the sums of more
 LEAST_UNIT = tl.constexpr(1e-36)  # unit of an all-zero query; its inverse is finite
 
 
@@ -92,7 +104,7 @@ class Sums(NamedTuple):
     """Running state of the online softmax.
 
     Attributes:
-        acc: fp32 `[BM, DVP]`, sum of weighted values.
+        acc: sums of weighted values, fp32 `[BM, channels]` for each `PART` of the channels.
         l: fp32 `[BM]`, sum of the weights.
         m: fp32 `[BM]`, largest score so far, including its value's scale.
         peak: fp32 `[BM]`, largest score so far without that scale; SAS cuts against it.
@@ -129,9 +141,15 @@ def _load_keys(k, n0, i, C: tl.constexpr):
 
 
 @triton.jit
-def _load_values(v, n0, i, N, C: tl.constexpr):
-    """Load values of slots `n0 + i`: `[BN, DVP]`."""
-    d = tl.arange(0, C.DVP)
+def _channels(part: tl.constexpr, C: tl.constexpr):
+    """Return the value channels of a part."""
+    return tl.arange(0, min(C.DVP, PART)) + part * PART
+
+
+@triton.jit
+def _load_values(v, n0, i, N, part: tl.constexpr, C: tl.constexpr):
+    """Load one part of the values of slots `n0 + i`: `[BN, channels]`."""
+    d = _channels(part, C)
     if C.V_INT8 or C.V_FP8:
         at = v + n0 + (d[:, None] * N + i[None, :])
         # channels after the last are summed separately and never stored; the interpreter has no FP8 zero for them
@@ -152,8 +170,11 @@ def _product(x, y, C: tl.constexpr):
 @triton.jit
 def _products(x, y):
     """Multiply INT8 and return fp32 `ROUNDER + sum`."""
-    start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
-    return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+    if x.shape[1] > MOST_SUMMED:
+        return tl.dot(x, y, out_dtype=tl.int32).to(tl.float32) + ROUNDER
+    else:
+        start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
+        return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -164,6 +185,25 @@ def _visible(pos, q_pos, n, C: tl.constexpr):
     if C.LOCAL_WINDOW:
         see &= in_window(there, q_pos[:, None], C.LOCAL_WINDOW, C.CHUNKS)
     return see
+
+
+@triton.jit
+def _add_values(acc, p, values, alpha, fade, C: tl.constexpr):
+    """Return `acc * alpha` plus the values `[BN, channels]` weighted by `p` `[BM, BN]`.
+
+    `fade`: `[BM]`, log2 of the unit of INT8 weights."""
+    if C.V_INT8:
+        beta = tl.exp2(fade)
+        products = _products(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
+        return products * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
+    elif C.V_FP8:  # accumulate from zero and add outside: FP8 tensor cores sum in fewer bits than an accumulator has
+        if C.PLAIN:
+            products = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
+        else:
+            products = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=p.shape[1])
+        return acc * alpha[:, None] + products
+    else:
+        return acc * alpha[:, None] + _product(p.to(values.dtype), values, C)
 
 
 @triton.jit
@@ -193,20 +233,12 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
             s = tl.where(_visible(head.pos, queries.pos, n0 + order, C), s, NEGATIVE)
         p, mass, here, new, peak = token_weights(s, r, sums, threshold, C)
     alpha = tl.exp2(sums.m - new)
-    values = _load_values(head.v, n0, i, N, C)
+    acc = ()
+    for part in tl.static_range(triton.cdiv(C.DVP, PART)):
+        values = _load_values(head.v, n0, i, N, part, C)
+        acc += (_add_values(sums.acc[part], p, values, alpha, here - new, C),)
     if C.V_INT8:
-        beta = tl.exp2(here - new)
-        products = _products(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
-        acc = products * beta[:, None] + (sums.acc * alpha[:, None] - (beta * ROUNDER)[:, None])
-        mass *= beta
-    elif C.V_FP8:  # accumulate from zero and add outside: FP8 tensor cores sum in fewer bits than an accumulator has
-        if C.PLAIN:
-            products = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
-        else:
-            products = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=BN)
-        acc = sums.acc * alpha[:, None] + products
-    else:
-        acc = sums.acc * alpha[:, None] + _product(p.to(values.dtype), values, C)
+        mass *= tl.exp2(here - new)
     return Sums(acc, sums.l * alpha + mass, new, peak)
 
 
@@ -323,7 +355,10 @@ def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: t
         main = tl.maximum(tl.cdiv(slot + stop - 1 - _reach(row.length + stop - 1, C), C.BN) * C.BN, start)
     plain = tl.maximum(plain // C.BN * C.BN, main)
     nothing = tl.full([C.BM], NOTHING, tl.float32)
-    sums = Sums(tl.full([C.BM, C.DVP], 0.0, tl.float32), tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
+    acc = ()
+    for _ in tl.static_range(triton.cdiv(C.DVP, PART)):
+        acc += (tl.full([C.BM, min(C.DVP, PART)], 0.0, tl.float32),)
+    sums = Sums(acc, tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
     if C.LOCAL_WINDOW:
         for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
             sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
@@ -355,18 +390,21 @@ def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, colum
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
         new = tl.maximum(top, sink)
         fade = tl.exp2(top - new)
-        acc, total, top = acc * fade[:, None], total * fade, new
+        total, top = total * fade, new
         total += tl.exp2(sink - new) * WHOLE
     some = real & (total > 0.0)
     weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0) + mark
     sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / WHOLE)
     sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
     tl.store(lse, sums, mask=inside)
-    d = tl.arange(0, C.DVP)
-    x = acc * weight[:, None]
-    if C.V_FP8:
-        x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
-        if C.SMOOTH_V:
-            x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
-    where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
-    tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])
+    for part in tl.static_range(triton.cdiv(C.DVP, PART)):
+        x, d = acc[part], _channels(part, C)
+        if C.SINK_LOGITS:
+            x *= fade[:, None]
+        x *= weight[:, None]
+        if C.V_FP8:
+            x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
+            if C.SMOOTH_V:
+                x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
+        where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
+        tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])
