@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,10 @@ print(json.dumps({
     "demo_model": sorted(p.name for p in demo_model_dir().iterdir()),
 }))
 """
+DEMO = """
+from qattn_hf.cli import main
+main(["demo", "--max-new-tokens", "4"])
+"""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -86,16 +91,16 @@ def install(python: Path, *what: str | Path) -> None:
     run(*pip, "--no-build-isolation", "--disable-pip-version-check", *what, cwd=python.parent)
 
 
-def smoke(python: Path, cwd: Path) -> dict:
-    import json
-
+def smoke(python: Path, cwd: Path, more: str = "") -> tuple[dict, str]:
+    """What `SMOKE` says from a folder `cwd` that is made, and what code in the same process prints after it."""
     cwd.mkdir()
-    return json.loads(run(python, "-c", SMOKE, cwd=cwd).splitlines()[-1])
+    said, _, after = run(python, "-c", SMOKE + more, cwd=cwd).partition("\n")
+    return json.loads(said), after
 
 
 def test_installed_wheel_works_from_another_directory(built, fresh_environment, tmp_path):
     install(fresh_environment, built[1])
-    found = smoke(fresh_environment, tmp_path / "elsewhere")
+    found, answered = smoke(fresh_environment, tmp_path / "elsewhere", DEMO)
     environment = str(tmp_path / "env")
     assert found["qattn_hf"].startswith(environment) and found["qattn_kernels"].startswith(environment)
     assert found["recipe"] == "turbo" and found["layers"] >= 1
@@ -104,13 +109,13 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     assert found["families"] == FAMILIES and found["methods"] == list_methods()
     assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
     assert f"qattn_hf-{found['version']}-" in built[1].name
-    answered = run(fresh_environment.parent / "qattn", "demo", "--max-new-tokens", "4", cwd=tmp_path)
+    assert (fresh_environment.parent / "qattn").is_file()
     assert "Verdict: turbo picks" in answered
 
 
 def test_editable_install_works_from_another_directory(fresh_environment, tmp_path):
     install(fresh_environment, "--editable", ROOT)
-    found = smoke(fresh_environment, tmp_path / "elsewhere")
+    found, _ = smoke(fresh_environment, tmp_path / "elsewhere")
     assert Path(found["qattn_hf"]) == ROOT / "qattn_hf" / "__init__.py"
     assert Path(found["qattn_kernels"]) == ROOT / "kernels" / "qattn_kernels" / "__init__.py"
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
