@@ -28,7 +28,7 @@ probe = import_module("qattn_hf.choosing.probe")
 
 @pytest.fixture
 def few(monkeypatch):
-    """A third of the candidates, for tests that measure weights of their own."""
+    """A third of the candidates, for tests that measure weights for themselves alone."""
     choose = import_module("qattn_hf.choosing.choose")
     monkeypatch.setattr(choose, "candidates", lambda *given: candidates(*given)[::3])
 
