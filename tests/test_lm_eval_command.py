@@ -40,7 +40,8 @@ def qattn(qattn, monkeypatch):
 def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
     target = tmp_path / "rows.json"
     methods = ("--method", "full", "--method", "turbo:k_bits=4,v_bits=2", "--recipe", "turbo_sink")
-    code, out, err = qattn("--task", "recall_10", "--limit", "2", *methods, "--output", str(target))
+    few = ("--limit", "2", "--max-new-tokens", "6")
+    code, out, err = qattn("--task", "recall_10", *few, *methods, "--output", str(target))
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:5] == ["method", "task", "metric", "value", "stderr"]

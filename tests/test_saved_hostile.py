@@ -130,7 +130,11 @@ NUMBERS = [0, 1, -1, 2, 3, 63, 64, 65, 150, 2**15, 2**20, 2**30, 2**31 - 1, -(2*
 COUNTS = ("nonfinite", "clamped", "longest")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kernels"])
+FEW = ("turbo", "sinks", "packed window", "unpacked states")  # in the first tier; `kernels` have a test below
+STATES = [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in KINDS if x != "kernels"]
+
+
+@pytest.mark.parametrize("kind", STATES)
 def test_numbers_of_a_state_that_lie(kind: str, tmp_path: Path):
     lie_about_states(honest(kind, tmp_path), tmp_path)
 
