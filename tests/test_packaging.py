@@ -31,20 +31,22 @@ import qattn_hf, qattn_kernels, qattn_kernels.layer.spec
 from qattn_kernels.launch import tuned
 from qattn_hf.assets import configs_dir, demo_model_dir, tasks_dir
 from qattn_hf.recipes.families import list_families
-from transformers import AutoConfig
 print(json.dumps({
     "qattn_hf": qattn_hf.__file__,
     "qattn_kernels": qattn_kernels.__file__,
     "version": qattn_hf.__version__,
-    "recipe": qattn_hf.load_recipe("turbo").method,
     "methods": qattn_hf.list_methods(),
     "configs": sorted(p.name for p in configs_dir().glob("*.yaml")),
     "families": sorted(t for family in list_families() for t in family.model_types),
     "tasks": sorted(p.name for p in tasks_dir().glob("*.yaml")),
     "tuned": tuned.read(tuned.DEFAULT).gpu,
-    "layers": AutoConfig.from_pretrained(demo_model_dir()).num_hidden_layers,
     "demo_model": sorted(p.name for p in demo_model_dir().iterdir()),
 }))
+"""
+BUILD = """
+import sys
+from hatchling import build
+getattr(build, sys.argv[1])(sys.argv[2])
 """
 DEMO = """
 from qattn_hf.cli import main
@@ -70,8 +72,12 @@ def source_files(folder: str, pattern: str = "*") -> set[str]:
 def built(tmp_path_factory) -> tuple[Path, Path]:
     """(sdist, wheel); the wheel is built from the sdist, so both are proved."""
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    return next(folder.glob("*.tar.gz")), next(folder.glob("*.whl"))
+    run(sys.executable, "-c", BUILD, "build_sdist", folder, cwd=ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as file:
+        file.extractall(folder)
+    run(sys.executable, "-c", BUILD, "build_wheel", folder, cwd=folder / sdist.name.removesuffix(".tar.gz"))
+    return sdist, next(folder.glob("*.whl"))
 
 
 @pytest.fixture
@@ -103,7 +109,6 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     found, answered = smoke(fresh_environment, tmp_path / "elsewhere", DEMO)
     environment = str(tmp_path / "env")
     assert found["qattn_hf"].startswith(environment) and found["qattn_kernels"].startswith(environment)
-    assert found["recipe"] == "turbo" and found["layers"] >= 1
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
     assert found["tuned"] == "NVIDIA H200"
     assert found["families"] == FAMILIES and found["methods"] == list_methods()
