@@ -104,6 +104,7 @@ def smoke(python: Path, cwd: Path, more: str = "") -> tuple[dict, str]:
     return json.loads(said), after
 
 
+@pytest.mark.slow  # the first tier compares the wheel's files with the tree, and tries an editable install
 def test_installed_wheel_works_from_another_directory(built, fresh_environment, tmp_path):
     install(fresh_environment, built[1])
     found, answered = smoke(fresh_environment, tmp_path / "elsewhere", DEMO)
