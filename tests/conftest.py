@@ -5,6 +5,7 @@ it first.
 """
 
 import functools
+import gc
 import os
 import sys
 import zlib
@@ -22,6 +23,7 @@ if WORKER is not None:  # parallel processes would wait for each other if each u
         os.environ.setdefault(name, "1")
 
 os.environ["QATTN_TUNED"] = os.devnull  # tiles that were measured on this machine are not what tests expect
+gc.disable()  # until all modules are imported: nothing of them is garbage
 
 import torch  # noqa: E402 - reads these once
 
@@ -76,6 +78,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of all garbage collections of the tests."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries in C++ look for what is left at the end of the process
 
 
 def _choices(sets: list[Any]) -> list[list[Any]]:
@@ -141,9 +153,16 @@ def kind_of(case: Any) -> str:
 
 def is_case(value: Any) -> bool:
     """Whether a parameter is a method's name with its settings."""
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], dict)):
+        return False
+    return _is_method(value[0])
+
+
+@functools.cache
+def _is_method(name: str) -> bool:
     from qattn_hf.methods import is_method
 
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and is_method(value[0])
+    return is_method(name)
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,15 @@ pytestmark = pytest.mark.xdist_group("choices")  # one process measures the weig
 probe = import_module("qattn_hf.choosing.probe")
 
 
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch):
+    """Half of the tokens that a probe reads otherwise."""
+    monkeypatch.setattr(text, "TOKENS", 600)
+
+
 @pytest.fixture
 def few(monkeypatch):
-    """A third of the candidates, for tests that measure weights of their own."""
+    """A third of the candidates, for tests that measure weights for themselves alone."""
     choose = import_module("qattn_hf.choosing.choose")
     monkeypatch.setattr(choose, "candidates", lambda *given: candidates(*given)[::3])
 
