@@ -80,13 +80,13 @@ def add_values(acc, p, values, alpha, fade, C: tl.constexpr):
     `fade`: `[BM]`, log2 of the unit of INT8 weights."""
     if C.V_INT8:
         beta = tl.exp2(fade)
-        products = products(token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
-        return products * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
+        sums = products(token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
+        return sums * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
     elif C.V_FP8:  # accumulate from zero and add outside: FP8 tensor cores sum in fewer bits than an accumulator has
         if C.PLAIN:
-            products = tl.dot(token_order(rounded(p)), values.to(tl.float32))
+            sums = tl.dot(token_order(rounded(p)), values.to(tl.float32))
         else:
-            products = tl.dot(token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=p.shape[1])
-        return acc * alpha[:, None] + products
+            sums = tl.dot(token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=p.shape[1])
+        return acc * alpha[:, None] + sums
     else:
         return acc * alpha[:, None] + product(p.to(values.dtype), values, C)
