@@ -30,6 +30,7 @@ from qattn_hf.methods import measured_settings
 from qattn_hf.model.device import device_of
 from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.tune import Budget, tune
+from qattn_kernels.layer.spec import LayerSpec
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -122,7 +123,8 @@ def total_bits(model: Model, recipe: Recipe) -> float:
     """The bits per value of the packed layers for a row of 4,096 tokens, everything counted."""
     config = model.module.config
     specs = recipe.for_model(config).layer_specs(config, device_of(model.module).type)
-    packed = {i: specs[i] for i in packed_layers(model.module)}
+    layers = packed_layers(model.module)
+    packed = {i: spec for i, spec in enumerate(specs) if i in layers and isinstance(spec, LayerSpec)}
     return round(bits_total(config, packed, AT_TOKENS, model.module.dtype), 3)
 
 

@@ -76,6 +76,32 @@ def test_a_training_step_is_that_of_the_unpatched_model(kind: str, checkpointing
     assert equal(step(unpatch(model)), want)
 
 
+def test_adapters_of_peft_train():
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny(), config).train()
+    want = step(model)
+    inner = patch(model.base_model.model, "int8")
+    assert equal(step(model), want) and len(want) == 9, "a loss, and two weights for each of two layers' two modules"
+    model.generate(input_ids=ONE, max_new_tokens=3)
+    assert report(inner).to_dict()["packed_tokens"] and model.training
+    assert equal(step(model), want)
+
+
+def test_a_compiled_step_trains():
+    model = tiny().train()
+    want = step(model)
+    patch(model, "int8")
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        loss = compiled(ONE, labels=ONE).loss
+        loss.backward()
+        assert equal([loss.detach(), *(p.grad for p in model.parameters())], want)
+        model.generate(ONE, max_new_tokens=2)
+
+
 def test_a_method_over_stock_caches_trains_too():
     model = tiny().train()
     want = step(model)

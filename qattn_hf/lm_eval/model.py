@@ -220,8 +220,8 @@ class QAttnLM(HFLM):
         packed = packed_by_row(cache) or [0] * len(context)
         for task in dict.fromkeys(self._tasks):
             self.usages.setdefault(task, Usage()).add_held(held)
-        for task, *of_row in zip(self._tasks, real, written, packed, strict=True):
-            self.usages[task].add_generated(*of_row, seconds / len(context))
+        for task, tokens, generated, kept in zip(self._tasks, real, written, packed, strict=True):
+            self.usages[task].add_generated(tokens, generated, kept, seconds / len(context))
         return out
 
     def _autocast(self) -> torch.autocast:
