@@ -194,13 +194,12 @@ def test_heads_are_ranked_in_the_step_that_closes_a_rows_first_blocks(settings: 
     assert other.state["v.head_of"].tolist() == [[0, 2, 1, 3]] * 2  # those of large values have 4 bits
 
 
-HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8), (512, 8)]
+HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8)]
 DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
 DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also where two warps share a tile
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
     DIMS_OF += [(case, 80, 3) for case in BY_CHANNELS]
     DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]
-    DIMS_OF += [(case, 512, 8) for case in (INT8, NONE, KIVI, ("fp8", {}), *BY_CHANNELS)]
     DIMS_OF += [(INT8, 64, 71)]  # the query heads of a model with one KV head
 PADDED_DIMS = [72, 80, 96, 112, 192]
 PADDED_CASES = [TURBO, INT8, KIVI, ("sinkq", {"residual_length": 0, "sink_num": 2}), ("turboquant", {})]
@@ -312,30 +311,6 @@ def test_error_against_fp64(case: Case, kind: str, tokens: int):
 @pytest.mark.parametrize("case", [*CASES, TWO_BITS, *LONG], ids=case_id)
 def test_error_at_32k(case: Case, kind: str):
     check_errors(case, kind, 32768)
-
-
-WIDE_CASES = [
-    *(TURBO, INT8, ("fp8", {}), ("turbo", {"rotate_k": "hadamard"})),
-    ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0}),
-]
-
-
-@pytest.mark.parametrize("group", [2, 8])  # 8 columns of a product, and 16
-@pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
-def test_error_of_wide_heads(case: Case, group: int):
-    check_errors(case, "normal", 32768 if ON_GPU else 129, 512, group)
-
-
-def test_sums_of_wide_heads_are_not_cut_off():
-    """512 products of the largest codes are more than the low bits of a float hold (`MOST_SUMMED`)."""
-    _, _, v = inputs(1, 66, heads=1, dim=512)
-    k = torch.ones_like(v) * torch.where(torch.arange(66, device=DEVICE) % 2 == 0, 1.0, -1.0)[:, None]
-    q = torch.full_like(v, 0.1)
-    layer = make_layer(INT8, 128, 1)
-    cuts = [65, 66]
-    out = feed(fused_step, layer, (q, k, v), cuts)
-    for x, n in zip(out, cuts, strict=True):
-        assert error(x[:, :, -1:], exact(q[:, :, :1], k[:, :, :n], v[:, :, :n])) < ROUNDING
 
 
 @pytest.mark.parametrize("case", [TURBO, INT8, KIVI], ids=case_id)

@@ -16,21 +16,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
-from qattn_kernels.jit.math import (
-    LN2,
-    LOG2E,
-    MOST_SUMMED,
-    NOTHING,
-    ROUNDER,
-    ROUNDER_BITS,
-    float_to_int8,
-    largest,
-    to_codes,
-)
+from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, float_to_int8, largest
 from qattn_kernels.jit.rows import in_window, load_row, result_column
-from qattn_kernels.layout import WIDEST_HEAD
+from qattn_kernels.ops.prefill.products import (
+    PART,
+    add_values,
+    channels,
+    key_order,
+    load_keys,
+    load_values,
+    product,
+    products,
+)
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
     LEVELS,
@@ -44,7 +42,6 @@ from qattn_kernels.ops.prefill.weights import (
 )
 
 MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
-PART = tl.constexpr(WIDEST_HEAD)  # value channels of a product; registers do not hold the sums of more
 LEAST_UNIT = tl.constexpr(1e-36)  # unit of an all-zero query; its inverse is finite
 
 
@@ -117,67 +114,6 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def _key_order(n, CODES: tl.constexpr):
-    """Return the token of column `n` in a tile's scores. For 8-bit weights, bits 1, 2 and 3 of `n` are rotated."""
-    return ((n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1)) if CODES else n
-
-
-@triton.jit
-def _token_order(p):
-    """Return columns in token order. On a GPU this only renames registers."""
-    BM: tl.constexpr = p.shape[0]
-    BN: tl.constexpr = p.shape[1]
-    return p.reshape(BM, BN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BM, BN)
-
-
-@triton.jit
-def _load_keys(k, n0, i, C: tl.constexpr):
-    """Load keys of slots `n0 + i`: `[DP, BN]`.
-
-    Offsets inside one head fit 31 bits: 8 million slots of 256 channels."""
-    d = tl.arange(0, C.DP)
-    at = k + n0 * C.D + (i[None, :] * C.D + d[:, None])
-    return tl.load(at) if C.D == C.DP else tl.load(at, mask=d[:, None] < C.D, other=0)
-
-
-@triton.jit
-def _channels(part: tl.constexpr, C: tl.constexpr):
-    """Return the value channels of a part."""
-    return tl.arange(0, min(C.DVP, PART)) + part * PART
-
-
-@triton.jit
-def _load_values(v, n0, i, N, part: tl.constexpr, C: tl.constexpr):
-    """Load one part of the values of slots `n0 + i`: `[BN, channels]`."""
-    d = _channels(part, C)
-    if C.V_INT8 or C.V_FP8:
-        at = v + n0 + (d[:, None] * N + i[None, :])
-        # channels after the last are summed separately and never stored; the interpreter has no FP8 zero for them
-        return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV))
-    else:
-        at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
-        return tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[None, :] < C.DV, other=0)
-
-
-@triton.jit
-def _product(x, y, C: tl.constexpr):
-    """Multiply in the dtype of `x` with fp32 sums. The interpreter has no bf16 product, so it multiplies in fp32."""
-    if C.PLAIN:
-        return tl.dot(x.to(tl.float32), y.to(tl.float32))
-    return tl.dot(x, y.to(x.dtype), input_precision="ieee")
-
-
-@triton.jit
-def _products(x, y):
-    """Multiply INT8 and return fp32 `ROUNDER + sum`."""
-    if x.shape[1] > MOST_SUMMED:
-        return tl.dot(x, y, out_dtype=tl.int32).to(tl.float32) + ROUNDER
-    else:
-        start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
-        return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _visible(pos, q_pos, n, C: tl.constexpr):
     """Return bool `[BM, BN]`: which slots `n` the queries at row positions `q_pos` see."""
     there = tl.load(pos + n)[None, :]
@@ -188,25 +124,6 @@ def _visible(pos, q_pos, n, C: tl.constexpr):
 
 
 @triton.jit
-def _add_values(acc, p, values, alpha, fade, C: tl.constexpr):
-    """Return `acc * alpha` plus the values `[BN, channels]` weighted by `p` `[BM, BN]`.
-
-    `fade`: `[BM]`, log2 of the unit of INT8 weights."""
-    if C.V_INT8:
-        beta = tl.exp2(fade)
-        products = _products(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
-        return products * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
-    elif C.V_FP8:  # accumulate from zero and add outside: FP8 tensor cores sum in fewer bits than an accumulator has
-        if C.PLAIN:
-            products = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
-        else:
-            products = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=p.shape[1])
-        return acc * alpha[:, None] + products
-    else:
-        return acc * alpha[:, None] + _product(p.to(values.dtype), values, C)
-
-
-@triton.jit
 def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr, MASK: tl.constexpr,
           C: tl.constexpr):  # fmt: skip
     """Add slots from `n0` on to `sums`: one step of the online softmax.
@@ -214,9 +131,9 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
     `MASK`: compare row positions. `BLOCKS`: read scales per block; no slot is masked."""
     q, unit = queries.x, queries.unit
     i = tl.arange(0, BN)
-    order = _key_order(i, C.V_INT8 or C.V_FP8)
-    keys = _load_keys(head.k, n0, order, C)
-    x = _products(q, keys) if C.K_INT8 else _product(q, keys, C)
+    order = key_order(i, C.V_INT8 or C.V_FP8)
+    keys = load_keys(head.k, n0, order, C)
+    x = products(q, keys) if C.K_INT8 else product(q, keys, C)
     if BLOCKS and C.V_FP8:
         p, mass, here, new, peak = group_weights(x, unit, sums, head, n0, BN, C)
     elif BLOCKS:
@@ -235,8 +152,8 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
     alpha = tl.exp2(sums.m - new)
     acc = ()
     for part in tl.static_range(triton.cdiv(C.DVP, PART)):
-        values = _load_values(head.v, n0, i, N, part, C)
-        acc += (_add_values(sums.acc[part], p, values, alpha, here - new, C),)
+        values = load_values(head.v, n0, i, N, part, C)
+        acc += (add_values(sums.acc[part], p, values, alpha, here - new, C),)
     if C.V_INT8:
         mass *= tl.exp2(here - new)
     return Sums(acc, sums.l * alpha + mass, new, peak)
@@ -307,6 +224,15 @@ def _window_start(pos, slot, q_pos, C: tl.constexpr):
     return start
 
 
+@triton.jit
+def _no_sums(C: tl.constexpr):
+    """Return the `Sums` of no slots."""
+    nothing, acc = tl.full([C.BM], NOTHING, tl.float32), ()
+    for _ in tl.static_range(triton.cdiv(C.DVP, PART)):
+        acc += (tl.full([C.BM, min(C.DVP, PART)], 0.0, tl.float32),)
+    return Sums(acc, tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
+
+
 @triton.jit(do_not_specialize=["T"])
 def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: tl.constexpr):
     """Attend with `BM` queries of one head per program.
@@ -354,11 +280,7 @@ def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: t
         start = _window_start(head.pos, slot + tl.minimum(t0, row.count - 1), row.length + t0, C)
         main = tl.maximum(tl.cdiv(slot + stop - 1 - _reach(row.length + stop - 1, C), C.BN) * C.BN, start)
     plain = tl.maximum(plain // C.BN * C.BN, main)
-    nothing = tl.full([C.BM], NOTHING, tl.float32)
-    acc = ()
-    for _ in tl.static_range(triton.cdiv(C.DVP, PART)):
-        acc += (tl.full([C.BM, min(C.DVP, PART)], 0.0, tl.float32),)
-    sums = Sums(acc, tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
+    sums = _no_sums(C)
     if C.LOCAL_WINDOW:
         for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
             sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
@@ -398,7 +320,7 @@ def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, colum
     sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
     tl.store(lse, sums, mask=inside)
     for part in tl.static_range(triton.cdiv(C.DVP, PART)):
-        x, d = acc[part], _channels(part, C)
+        x, d = acc[part], channels(part, C)
         if C.SINK_LOGITS:
             x *= fade[:, None]
         x *= weight[:, None]
