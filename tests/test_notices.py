@@ -50,7 +50,7 @@ def loop(model: LlamaForCausalLM) -> None:
 
 WAYS = {
     "labels": losses,
-    "use_cache=False": lambda model: model(LONG, use_cache=False),
+    "use_cache=False": torch.no_grad()(lambda model: model(LONG, use_cache=False)),
     "generate": lambda model: model.generate(LONG, use_cache=False, **FEW),
     "loop": loop,
 }

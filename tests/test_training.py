@@ -121,6 +121,16 @@ def test_generate_in_training_mode_gives_the_packed_tokens_of_eval_mode():
     assert model.training and model.model.layers[1].training and not frozen.training
 
 
+def test_a_model_that_no_variable_holds_generates_and_others_train_on():
+    want = patch(tiny(), "turbo").generate(ONE, max_new_tokens=3)
+    other = tiny().train()
+    kept: list[bool] = []
+    other.register_forward_hook(lambda module, *_: kept.append(module.training))
+    other.generate(ONE, max_new_tokens=2)
+    assert all(kept) and kept, "a model without a patch stays in training mode in generate"
+    assert torch.equal(want, patch(other.eval(), "turbo").generate(ONE, max_new_tokens=3))
+
+
 @pytest.mark.parametrize("way", ["generate", "generate_batch"])
 def test_training_mode_is_restored_after_an_exception(way: str):
     model = patch(tiny(), "turbo").train()

@@ -321,7 +321,7 @@ def uninstall(model: PreTrainedModel) -> None:
         del model._compiled_call_impl
     overrides = (
         "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained",
-        "init_continuous_batching", "_get_candidate_generator", "generate", "generate_batch",
+        "init_continuous_batching", "_get_candidate_generator",
     )  # fmt: skip
     for name in (*overrides, "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from qattn_hf.attention import model_constants
 from qattn_hf.generate.patched import Patched, patch_of
-from qattn_hf.model.bound_method import BoundMethod
 from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.selection import own_config, restore, select, selected
 from qattn_hf.model.supported_models import check_selected
@@ -36,9 +36,7 @@ def attach(model: PreTrainedModel, patched: Patched) -> None:
         raise
     patched.packed_implementations, patched.packs_now = selected(model), True
     hooks.install(model, patched)
-    if hasattr(type(model), "generate"):
-        model.generate = BoundMethod(generate, model)
-        model.generate_batch = BoundMethod(generate_batch, model)
+    pack_rollouts()
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -76,15 +74,23 @@ def _renew_constants(model: PreTrainedModel) -> None:
         attach(model, patched)
 
 
-def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of `generate`: pack also in training mode, which is restored afterwards."""
-    kind: Any = type(model)
-    with rollout(model):
-        return kind.generate(model, *args, **kwargs)
+@functools.cache
+def pack_rollouts() -> None:
+    """Let `generate` and `generate_batch` of patched models run in `rollout`.
+
+    This replaces two methods of Transformers' class, once per process. The replacements act like the originals for
+    all other models. An override on the model would hold it weakly, and `patch(load()).generate(...)` would free it.
+    """
+    GenerationMixin.generate = _in_rollout(GenerationMixin.generate)
+    GenerationMixin.generate_batch = _in_rollout(GenerationMixin.generate_batch)
 
 
-def generate_batch(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of `generate_batch`: pack also in training mode, which is restored afterwards."""
-    kind: Any = type(model)
-    with rollout(model):
-        return kind.generate_batch(model, *args, **kwargs)
+def _in_rollout(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def replacement(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(model, "_qattn"):
+            return original(model, *args, **kwargs)
+        with rollout(model):
+            return original(model, *args, **kwargs)
+
+    return replacement
