@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 Key = TypeVar("Key")
-APART = 1.5  # ratio of two errors from which their KLs give the slope; below it KL grows as the squared error
+APART = 1.5  # squared errors with a larger ratio give the slope; for closer ones KL is proportional to them
 TINY = 1e-12
 
 
@@ -46,9 +46,14 @@ def estimated(errors: dict[Key, float], measured: dict[Key, float]) -> dict[Key,
 
 
 def fewer(at: Sequence[int], first: int, most: int = 10) -> list[int]:
-    """Return boundaries of longer chunks for a reading with `most` chunks or more.
+    """Return the boundaries of fewer, longer chunks. A reading with at most `most` boundaries stays as it is.
 
-    All columns before `first`, the first scored token, become one chunk. After it every two chunks become one."""
+    All columns before the first scored token become one chunk. After it every two chunks become one.
+
+    Args:
+        at: boundaries of the chunks, in columns, from 0 to the end.
+        first: column of the first scored token.
+    """
     if len(at) <= most:
         return list(at)
     start = next(i for i, column in enumerate(at) if column >= first)

@@ -31,6 +31,7 @@ class Screening:
         specs, constants: specs and constants of all layers of the model, by recipe.
         sums: errors of attention outputs by recipe and packed layer.
         squares: the same errors squared, of each KV head, fp64 `[Hkv]`.
+        places: recipe and layer of everything that is read together, in order.
         packed: for each recipe, the packed tokens of all rows in the layer that packed fewest.
         geometries: geometry of each packed layer with these rows.
 

@@ -20,7 +20,8 @@ class Slot(NamedTuple):
     Attributes:
         b, h: row and KV head; in a page pool, `b` is 0.
         index: index of the block among the head's `capacity` blocks.
-        place: place of the head among the heads of its side, from `JitFormat.place` or `locate`.
+        place: where the head's codes are among the heads of its side: with one width, `h`. Heads of 4 bits come before
+            heads of 2 bits, so with both it is the head's rank in that order. From `JitFormat.place` or `locate`.
     """
 
     b: Any
