@@ -1,6 +1,6 @@
 """TurboQuant: rotated vectors, a norm and a codebook (paper: Attention-Gated Value Dequantization, Turney).
 
-As in the authors' released code there is one stage: the residual is not quantized again (QJL).
+As in the authors' released code, there is one stage. QJL, which quantizes the residual again, is left out.
 """
 
 from __future__ import annotations
