@@ -49,7 +49,7 @@ class Block(NamedTuple):
         b, h, bh: row, KV head, and both as one index.
         row: the `layout.Row`.
         index: index of the block within its row.
-        home: the `Home` of its codes.
+        home: the `BlockHome` of its codes.
         start: row position of its first token.
         used: whether the block holds a token of the row.
         closes: whether this call packs the block.
@@ -68,9 +68,9 @@ class Block(NamedTuple):
     flags: Any
 
 
-class Home(NamedTuple):
-    """Location of a block's codes: block `index` of row `b`, with `capacity` blocks per head. In a page pool, `index`
-    is a page and `b` is 0."""
+class BlockHome(NamedTuple):
+    """Location of a block: number `index` of row `b`, with `capacity` blocks per head. In a page pool, `index` is a
+    page and `b` is 0."""
 
     b: Any
     index: Any
@@ -187,11 +187,11 @@ def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, cod
 
 @triton.jit
 def _home(PAGES, b, index, NB, C: tl.constexpr):
-    """Return the `Home` of block `index` of row `b`, whose capacity is `NB` blocks."""
+    """Return the `BlockHome` of block `index` of row `b`, whose capacity is `NB` blocks."""
     if C.PAGED:
-        return Home(0, block_at(PAGES, b, index, NB, C), PAGES[1])
+        return BlockHome(0, block_at(PAGES, b, index, NB, C), PAGES[1])
     else:
-        return Home(b, index, NB)
+        return BlockHome(b, index, NB)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from qattn_kernels.ops.decode.open_tokens import (
 from qattn_kernels.ops.decode.parts import (
     Blocks,
     Codec,
-    Home,
+    HeadHome,
     Homes,
     Program,
     Scoring,
@@ -205,7 +205,7 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
             rows = 0 if C.PAGED else b * NB
             pos, length = state.block_pos + rows, state.block_len + rows
             packed = Blocks(begin, end, pos, length, sinks.moved, k_mean_scores, limits, known)
-            homes = Homes(Home(k_head, k_low), Home(v_head, v_low))
+            homes = Homes(HeadHome(k_head, k_low), HeadHome(v_head, v_low))
             sums, skips = packed_part(K, V, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
         store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
 

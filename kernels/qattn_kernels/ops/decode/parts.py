@@ -98,7 +98,7 @@ class Blocks(NamedTuple):
     known: Any
 
 
-class Home(NamedTuple):
+class HeadHome(NamedTuple):
     """Location of the codes of a head's keys or values.
 
     Attributes:
@@ -111,7 +111,7 @@ class Home(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """The `Home` of a head's keys and the `Home` of its values."""
+    """The `HeadHome` of a head's keys and the `HeadHome` of its values."""
 
     k: Any
     v: Any
