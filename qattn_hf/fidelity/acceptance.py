@@ -88,7 +88,7 @@ def compare_drafts(
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Return a draft model of a model's first layers, its norm and its head, as `assistant_early_exit` drafts.
 
-    The weights are the model's own.
+    The draft shares the model's weights.
 
     Raises:
         QAttnError: the model has no more than `layers` layers.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 Key = TypeVar("Key")
-APART = 1.5  # ratio of two errors from which their KLs give the slope; below it KL grows as the squared error
+APART = 1.5  # squared errors with a larger ratio give the slope; for closer ones KL is proportional to them
 TINY = 1e-12
 
 

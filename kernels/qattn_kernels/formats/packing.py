@@ -45,6 +45,7 @@ def _shuffle(x, VALUES: tl.constexpr):
 @triton.jit
 def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
                  SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Pack `BITS` bits of each int32 code `[BLOCK, n]` into bytes from `FIRST` on. A channel has `ROWS` bytes."""
     PARTS: tl.constexpr = 8 // BITS
     if PARTS > 2:  # with two parts, a thread holds both
         code = spread_channels(code)
@@ -77,6 +78,7 @@ def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SID
 @triton.jit
 def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SHUFFLED: tl.constexpr,
                 SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Return int32 `[BLOCK, DP]`, what `_write_plane` wrote with the same constants."""
     OWN: tl.constexpr = C.BLOCK * BITS // 8
     t, d = tl.arange(0, C.BLOCK)[:, None], tl.arange(0, SIDE.DP)[None, :]
     byte, shift, inside = t % OWN, t // OWN * BITS, d < SIDE.D

@@ -1,4 +1,8 @@
-"""Packed pages of one layer, shared by requests, and one row per request for its remaining state."""
+"""Packed pages of one layer, shared by requests, and one row per request for its remaining state.
+
+A page holds one block of tokens: the state tensors of the block, for all KV heads of the layer. Page numbers are the
+same in every layer, so one block table of a request serves all layers. A row holds the state of a request as a whole:
+its lengths, its ring of open tokens and its sink pool."""
 
 from __future__ import annotations
 
@@ -59,12 +63,13 @@ def keeps_rows(layout: Layout) -> bool:
     and sinks must be chosen block by block.
     """
     pool = layout.spec.sink_pool
-    by_block = pool.prefill == "group" and pool.select != "attention"
-    return by_block and layout.spec.window.span == layout.spec.window.block and not _own(layout)
+    chosen_by_block = pool.prefill == "group" and pool.select != "attention"
+    return chosen_by_block and layout.spec.window.span == layout.spec.window.block and not _own(layout)
 
 
 def _own(layout: Layout) -> set[str]:
-    """Return the state tensors of a row except the lengths: open tokens and sinks."""
+    """Return the names of a row's state tensors other than lengths, open tokens, sinks and `settled` ones: means,
+    shared scales and ranks of heads, which the row's first tokens determined."""
     rows = by_row(layout)
     tokens = {name for name in rows if ".ring" in name or "sink" in name}
     return rows.keys() - row_tensors(*layout).keys() - tokens - settled(layout).keys()
@@ -176,6 +181,9 @@ class PagedLayer:
     Attributes:
         name: identifies the memory layout; layers with equal names share launch plans.
         buffers: uint8, the bytes of all pages and of all rows.
+        pages, rows: the state tensors as views of these bytes, by name. Tensors of pages have one row, whose blocks are
+            the pages. Tensors of rows have `slots` rows.
+        in_place: whether kernels read pages through a table, so that a step copies nothing.
         read_again: True if later layers attend to this layer's keys and values, as in Gemma 3n.
         ring: pages of a row in a layer with a window (`rings.py`); None if pages are in the pool.
     """

@@ -21,7 +21,7 @@ from qattn_kernels.reference.rows import open_span_blocks
 
 FEW_PROGRAMS = 64  # up to this many programs, split keys from values: more multiprocessors are busy
 AT_ONCE = 512  # programs that run on a GPU at the same time
-TWO_EACH = 264  # programs of four warps that fit at two per multiprocessor
+TWO_EACH = 264  # programs of four warps, two on each of the 132 multiprocessors of an H200 or H100
 
 
 def _codec(jit: JitFormat, reads: bool = False) -> tuple:
@@ -30,7 +30,7 @@ def _codec(jit: JitFormat, reads: bool = False) -> tuple:
 
 
 def rank(call: Call) -> None:
-    """Decide which heads of a long call get 2 bits, in rows whose first block the call closes. Runs before the append.
+    """Decide which heads get 2 bits, in rows whose first block a long call closes. Runs before the append.
 
     Does nothing for formats that do not rank heads. Short calls rank heads inside the append."""
     size = call.sizes
@@ -68,7 +68,7 @@ def append(call: Call) -> None:
     rotates, blocks = call.sizes.K.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
-    # give queries separate programs, unless those would wait for a free multiprocessor
+    # one more program per head and row rotates the queries, unless it would wait for a free multiprocessor
     apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE
     crowded = (parts * blocks + apart) * rows > TWO_EACH * 4 // options["num_warps"]
     if crowded and max(call.sizes.K.DP, call.sizes.V.DP) <= 128 and not call.sizes.K.SMOOTH:
@@ -178,7 +178,7 @@ def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
 def finish(call: Call, unpacked: UnpackedKV | None = None) -> None:
     """Finish a long call: write the newest tokens to the ring and commit the row lengths.
 
-    Also computes the value factors of `unpacked`, if it has room for them."""
+    Also computes the value factors (`ops.prefill.value_factors`) of `unpacked`, if it has room for them."""
     k, v, size = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes
     factors, slots = (None, 0) if unpacked is None else (unpacked.factors, unpacked.bias.shape[2])
     tiles, heads = -(-size.RING // size.BLOCK), size.H if size.RING or factors else 1

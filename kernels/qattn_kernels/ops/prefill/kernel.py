@@ -7,7 +7,11 @@ Products are INT8, FP8 or bf16/fp16/fp32. Optimizations in addition to the quant
 - An int32 sum becomes a float without the conversion unit. The product starts from the bits of 1.5 * 2^23, so its
   result read as a float is `ROUNDER + sum`. The multiply-add that scales it also subtracts `ROUNDER * scale`. The error
   is at most one unit of a sum of thousands.
-- Keys of a tile are loaded in the order in which the second product needs their weights in registers."""
+- Keys of a tile are loaded in the order in which the second product needs their weights in registers.
+
+A program reads its slots in up to three loops: slots at the edge of a local window, slots that every query sees, where
+no positions are compared, and the rest. Padding after a row's tokens gets separate programs, so that it shares no scale
+with tokens."""
 
 from __future__ import annotations
 
@@ -235,7 +239,7 @@ def _no_sums(C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: tl.constexpr):
-    """Attend with `BM` queries of one head per program.
+    """Attend with up to `BM` queries of one query head. One program per (row, query head, block of queries).
 
     `QUERIES`: queries and strides. `KV`: a `HeadKV` of all heads, without `shift`. `scoring`: scale, cap in log2, SAS
     threshold. `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean` of the `UnpackedKV`, or placeholders."""

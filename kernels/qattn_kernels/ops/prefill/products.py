@@ -20,7 +20,8 @@ def key_order(n, CODES: tl.constexpr):
 
 @triton.jit
 def token_order(p):
-    """Return columns in token order. On a GPU this only renames registers."""
+    """Return `p` `[BM, BN]` with its columns in the order of tokens, which undoes `key_order`. On a GPU this only
+    renames registers."""
     BM: tl.constexpr = p.shape[0]
     BN: tl.constexpr = p.shape[1]
     return p.reshape(BM, BN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BM, BN)
