@@ -66,7 +66,7 @@ def test_kernels_serve_windows(method: str):
 def fed(layer: WindowLayer, qkv: Any, begin: int, count: int) -> torch.Tensor:
     """Feed `count` tokens to a layer of a cache; its output `[1, Hq, T, D]`."""
     q, k, v = (x[:, :, begin : begin + count] for x in qkv)
-    span = torch.tensor([[0, count]], dtype=torch.int32)
+    span = torch.tensor([[0, count]], dtype=torch.int32, device=q.device)
     return layer.attend(q, layer.update(k, v)[0], span, Scores(0.125))[0]
 
 
@@ -74,18 +74,20 @@ class Served:
     """Rows of one layer with a window, called as a forward calls them."""
 
     def __init__(self, case: Any, window: int, slots: int = 3, dim: int = 32, impl: str = "reference"):
+        self.device = torch.device("cpu" if impl == "reference" else DEVICE)
         layer = windowed(case, window, impl=impl)
         self.spec = layer.spec
         layout = Layout(Geometry(1, 2, dim, dim, 1, torch.float32), self.spec)
-        self.layer = RingLayer(layout, slots, torch.device("cpu"), layer.constants)
+        self.layer = RingLayer(layout, slots, self.device, layer.constants)
         self.slots, self.lengths = slots, [0] * slots
 
     def call(self, qkv: Any, counts: Iterable[int], again: bool = False) -> dict[int, torch.Tensor]:
         """Feed `counts` tokens to the rows, each from the same keys and values; outputs `[1, Hq, T, D]` by row."""
         requests = [Held(i, self.lengths[i], n, [], self.lengths[i] == 0) for i, n in enumerate(counts)]
         q, k, v = (torch.cat([x[:, :, one.past : one.past + one.tokens] for one in requests], 2) for x in qkv)
-        held, found = [self.layer.ring.held(one) for one in requests], torch.zeros(q.shape[2] + 1, 4, v.shape[3])
-        for rows in batches(held, [self.spec], torch.device("cpu"), self.slots, self.layer.in_place):
+        held = [self.layer.ring.held(one) for one in requests]
+        found = torch.zeros(q.shape[2] + 1, 4, v.shape[3], device=self.device)
+        for rows in batches(held, [self.spec], self.device, self.slots, self.layer.in_place):
             some = [x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (q, k, v)]
             out = self.layer.attend(rows, *some, Scores(0.125))
             found[rows.targets] = out.transpose(1, 2)
@@ -100,7 +102,7 @@ class Served:
     def state(self, slot: int) -> State:
         """What a row holds, as an arena has it."""
         (rows,) = batches([self.layer.ring.held(Held(slot, self.lengths[slot], 1, [], False))], [self.spec],
-                          torch.device("cpu"), self.slots)  # fmt: skip
+                          self.device, self.slots)  # fmt: skip
         return views(*self.layer.gather(rows))
 
 
@@ -149,7 +151,7 @@ def test_a_ring_holds_the_codes_of_a_packed_window(case: Any, window: int, again
 def test_kernels_read_a_ring_in_place(case: Any):
     """Steps over which blocks leave, and a second layer that reads the same keys."""
     served, layers = Served(case, 20, dim=64, impl="triton"), [windowed(case, 20, impl="triton") for _ in range(2)]
-    qkv, first = random_qkv(1, 400, dim=64), AT_ONCE * 64 + 128 - 2
+    qkv, first = [x.to(DEVICE) for x in random_qkv(1, 400, dim=64)], AT_ONCE * 64 + 128 - 2
     served.layer.read_again = True
     assert served.layer.in_place
     for counts in ((first, first - 60, 0), *[(1, 1, 0)] * 4, (1, 0, 5)):
