@@ -8,8 +8,9 @@ ARGS   ?=
 DOCS_OUTPUTS ?= true
 
 # Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The first tier is what is not
-# marked `slow`: at least one test of everything. What is `exhaustive` is `slow` too.
-TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# marked `slow`: at least one test of everything. What is `exhaustive` is `slow` too. Bytecode is kept, whatever the
+# environment says: each process would compile the packages and the tests again.
+TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST   = -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
@@ -25,7 +26,7 @@ setup-oldest: $(OLDEST)/.ready ## Create that with the oldest supported transfor
 demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a packed cache (ARGS="--method int8")
 	@$(VENV)/bin/qattn demo $(ARGS)
 
-test: $(VENV)/.ready ## Run the first tier of tests, about twelve minutes on two cores (ARGS="-k cache" for some)
+test: $(VENV)/.ready ## Run the first tier of tests, about seven minutes on two cores (ARGS="-k cache" for some)
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.ready ## Run the second tier, which CI runs too (exit code 5 of pytest: ARGS chose none of these)

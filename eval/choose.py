@@ -23,18 +23,14 @@ from released import SHAPES, Model, Task, against, figures, load, log_probabilit
 
 from qattn_hf import patch, report, unpatch
 from qattn_hf.attention.observe import packed_layers
-from qattn_hf.cache.sizes import layer_bytes, values_of
-from qattn_hf.cli.tune import texts
+from qattn_hf.cache.sizes import bits_total
+from qattn_hf.cli.tune import AT_TOKENS, BATCH, CHECK_ROWS, ROWS, STEPS, texts, tokens_for
 from qattn_hf.compare import find_recipes, read_as
 from qattn_hf.methods import measured_settings
 from qattn_hf.model.device import device_of
-from qattn_hf.model.heads import head_sizes
 from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.tune import Budget, tune
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.layout import Geometry
-
-ROWS, CHECK_ROWS, TOKENS, BATCH, AT_TOKENS = 4, 8, 1024, 32, 4096  # as the command's
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -90,7 +86,7 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int, known: dic
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model.module.config.name_or_path)
-    decide, check = texts(tokenizer, None, None, ROWS, CHECK_ROWS, TOKENS)
+    decide, check = texts(tokenizer, None, None, ROWS, CHECK_ROWS, tokens_for(model.module.config))
     calls: list[int] = []
     counted = model.module.register_forward_pre_hook(lambda *_: calls.append(1))
     phases: dict[str, float] = {}
@@ -103,9 +99,8 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int, known: dic
         model.module,
         find_recipes(measured_settings("tune")),
         read_as(decide, batch=BATCH),
-        read_as(check, steps=64, batch=BATCH),
+        read_as(check, steps=STEPS, batch=BATCH),
         Budget(bits=bits, at_tokens=AT_TOKENS),
-        references=find_recipes(["turbo:bits=mixed"]),
         progress=progress,
     )
     seconds = time.perf_counter() - began
@@ -114,28 +109,23 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int, known: dic
     row = against(model, full, prompt)
     unpatch(model.module)
     sizes = {
-        setting: bits_total(model, find_recipe(setting, None, {})) for setting, one in known.items() if "kl" in one
+        setting: total_bits(model, find_recipe(setting, None, {})) for setting, one in known.items() if "kl" in one
     }
     best = min((s for s, size in sizes.items() if size <= bits), key=lambda setting: known[setting]["kl"], default=None)
-    row |= {"bits_total": bits_total(model, found.recipe), "best": best, "best_kl": known[best]["kl"] if best else None}
+    row |= {"bits_total": total_bits(model, found.recipe), "best": best, "best_kl": known[best]["kl"] if best else None}
     counts = {"forwards": len(calls), "trials": len(found.trials), "tried": sum(t["measured"] for t in found.trials)}
     times = {"tune_seconds": round(seconds, 1), "phases": phases}
-    return {**times, **counts, **row, "recipe": found.recipe.as_yaml()}
+    expected = {"predicted_kl": found.predicted, "measured_kl": found.measured["kl"], "uniform": found.uniform}
+    return {**times, **counts, **row, **expected, "recipe": found.recipe.as_yaml()}
 
 
-def bits_total(model: Model, recipe: Recipe) -> float:
+def total_bits(model: Model, recipe: Recipe) -> float:
     """The bits per value of the packed layers for a row of 4,096 tokens, everything counted."""
-    config, dtype = model.module.config, model.module.dtype
+    config = model.module.config
     specs = recipe.for_model(config).layer_specs(config, device_of(model.module).type)
-    n_bytes = values = 0
-    for layer in packed_layers(model.module):
-        heads = head_sizes(config, layer)
-        geometry = Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, dtype)
-        spec = specs[layer]
-        assert isinstance(spec, LayerSpec)
-        n_bytes += layer_bytes(spec, geometry, AT_TOKENS, dtype)
-        values += values_of(geometry, AT_TOKENS)
-    return round(8 * n_bytes / values, 3)
+    layers = packed_layers(model.module)
+    packed = {i: spec for i, spec in enumerate(specs) if i in layers and isinstance(spec, LayerSpec)}
+    return round(bits_total(config, packed, AT_TOKENS, model.module.dtype), 3)
 
 
 def numbers(text: str) -> list[float]:

@@ -2,7 +2,8 @@
 
 Each type is built from its config, made small, with random weights. If `patch` accepts it, greedy tokens of a padded
 batch with `none` in the reference must equal the stock model's, past the window and past a block. `int8` must generate
-as well. If windows stay unpacked, `none` must give the same tokens with packed windows.
+as well. If windows stay unpacked, `none` must give the same tokens with packed windows. Two requests of different
+lengths in continuous batching must get the tokens that `generate` gives each alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from small_configs import small_config
-from transformers import AutoModelForCausalLM, PreTrainedModel, logging
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qattn_hf import patch, unpatch
@@ -28,6 +29,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.model import _compat
 
 PROMPT, PADDING, STEPS = 30, 11, 66
+BATCHED = 40  # tokens of an answer to a request: past a block
 MEMORY = 8 * 2**30  # bytes of address space beyond which a type is not small
 GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
 
@@ -93,7 +95,8 @@ def compared(model: PreTrainedModel, want: torch.Tensor | None) -> dict[str, Any
         if not torch.equal(model.generate(**prompts(), **GREEDY), want):
             return {"result": "error", "reason": "other tokens after unpatch"}
         kind = "runs" if len(packed) == len(holding) else "part" if packed else "own"
-        return {"result": kind, "packed": len(packed), "of": len(holding), **packed_windows(model, specs, want)}
+        row = {"result": kind, "packed": len(packed), "of": len(holding), **packed_windows(model, specs, want)}
+        return row | {"batching": batching(model)}
     except QAttnError as error:
         return {"result": "refused", "reason": str(error).splitlines()[0]}
     except Exception as error:
@@ -111,6 +114,30 @@ def packed_windows(model: PreTrainedModel, specs: list[Any], want: torch.Tensor)
         return {"windows": str(error).splitlines()[0]}
     unpatch(model)
     return {"windows": "packed" if same else "other tokens than stock"}
+
+
+def batching(model: PreTrainedModel) -> str:
+    """Field `batching` of a row: `runs`, or why continuous batching does not serve the model."""
+    from transformers import ContinuousBatchingConfig
+
+    given = prompts()
+    rows = zip(given["input_ids"], given["attention_mask"], strict=True)
+    requests = [ids[mask.bool()].tolist() for ids, mask in rows]
+    model.generation_config.eos_token_id = None
+    fixed = {"max_new_tokens": BATCHED, "do_sample": False, "pad_token_id": 0}
+    try:
+        patch(model, "none", impl="reference", family=False)
+        want = [model.generate(torch.tensor([ids]), **fixed)[0, len(ids) :].tolist() for ids in requests]
+        pool = ContinuousBatchingConfig(num_blocks=16, page_size=64, max_batch_tokens=128)
+        answers = model.generate_batch(requests, GenerationConfig(**fixed, eos_token_id=-1), pool).values()
+    except QAttnError as error:
+        return str(error).splitlines()[0]
+    except Exception as error:
+        return first_line(error)
+    failed = next((one.error for one in answers if one.error is not None), None)
+    if failed is not None:
+        return failed.removeprefix("the forward of this request failed: ").removeprefix("UnsupportedError: ")
+    return "runs" if [one.generated_tokens for one in answers] == want else "other tokens than generate"
 
 
 def _child(model_type: str, pipe: Any) -> None:
@@ -144,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Print one JSON row for each causal type of transformers.")
     parser.add_argument("types", nargs="*", help="model types; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="types at a time")
-    parser.add_argument("--seconds", type=float, default=240, help="time for one type")
+    parser.add_argument("--seconds", type=float, default=600, help="time for one type")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

@@ -101,8 +101,9 @@ def _front(results: list[Result]) -> Iterable[Row]:
 
 
 def _least(results: list[Result]) -> Iterable[Row]:
-    """Of each width, the setting whose larger KL over the released checkpoints is smallest. Only settings count that
-    each checkpoint measured in the row's bits."""
+    """The setting of each width whose larger KL over the released checkpoints is smallest.
+
+    A setting counts only if each checkpoint measured it in the row's bits."""
     losses = [f"kl {name}" for name in RELEASED.values()]
     known = [row for row in figures(results).values() if all(row.get(key) is not None for key in losses)]
     for width in WIDTHS:
@@ -111,12 +112,12 @@ def _least(results: list[Result]) -> Iterable[Row]:
 
 
 def _fastest(results: list[Result]) -> Iterable[Row]:
-    """Of each width, which settings decode fastest at some recorded points, and at how many."""
+    """The settings of each width that decode fastest at some recorded point, with these points and their number."""
     closed = {name: row.get("closed", 0) for name, row in figures(results).items()}
     decoded = gains(every_row([r for r in results if r["name"] == "speed-decode"]), "batch", "context", "room")
     for title, low, high in FASTEST:
         won: dict[str, list[str]] = {}
-        for (batch, context, room), times in decoded.items():
+        for (batch, context, room), times in sorted(decoded.items()):
             of_width = {name: x for name, x in times.items() if low <= closed.get(name, 0) < high}
             if room == 1 and len(of_width) > 1:
                 won.setdefault(max(of_width, key=lambda name: of_width[name]), []).append(f"{batch} x {context}")

@@ -63,7 +63,7 @@ def named(setting: str) -> str:
 
 
 def _held(row: Row) -> str:
-    return f"{row['holds_to']:,} tokens" if row["holds_to"] else "not at the least"
+    return f"{row['holds_to']:,} tokens" if row["holds_to"] else "not at the shortest"
 
 
 def _task_scores(results: list[Result]) -> Iterable[Row]:

@@ -11,7 +11,7 @@
 """
 
 from qattn_hf.cache.sizes import Size, size_of
-from qattn_hf.fidelity.acceptance import compare_drafts, print_drafts
+from qattn_hf.fidelity.acceptance import compare_drafts, first_layers, print_drafts
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.needles import FILLER, PromptMaker, all_prompts
 from qattn_hf.fidelity.picture import draw
@@ -35,6 +35,7 @@ __all__ = [
     "draw",
     "find_recipe",
     "find_recipes",
+    "first_layers",
     "made_text",
     "parted",
     "print_drafts",

@@ -4,6 +4,8 @@ Without a GPU, kernels run in the interpreter. Triton decides that when it is im
 it first.
 """
 
+import functools
+import gc
 import os
 import sys
 import zlib
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER is not None:  # parallel processes would wait for each other if each used all cores
@@ -20,8 +23,11 @@ if WORKER is not None:  # parallel processes would wait for each other if each u
         os.environ.setdefault(name, "1")
 
 os.environ["QATTN_TUNED"] = os.devnull  # tiles that were measured on this machine are not what tests expect
+gc.disable()  # until all modules are imported: nothing of them is garbage
 
 import torch  # noqa: E402 - reads these once
+
+typer.main.get_command = functools.cache(typer.main.get_command)  # each call of `qattn` would build all commands
 
 FEW = 6  # sets of parameters of a test below `kernels/` that runs none: the first tier has them all
 MANY = 12  # sets of parameters of a test that is no product: above it the first tier has some
@@ -72,6 +78,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of all garbage collections of the tests."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries in C++ look for what is left at the end of the process
 
 
 def _choices(sets: list[Any]) -> list[list[Any]]:
@@ -137,9 +153,16 @@ def kind_of(case: Any) -> str:
 
 def is_case(value: Any) -> bool:
     """Whether a parameter is a method's name with its settings."""
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], dict)):
+        return False
+    return _is_method(value[0])
+
+
+@functools.cache
+def _is_method(name: str) -> bool:
     from qattn_hf.methods import is_method
 
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and is_method(value[0])
+    return is_method(name)
 
 
 @pytest.fixture(autouse=True)

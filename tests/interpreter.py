@@ -8,6 +8,8 @@ import inspect
 from typing import Any
 
 import triton.language as tl
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -42,6 +44,41 @@ def install() -> None:
         return types[kind.name]
 
     interpreter._get_np_dtype = numpy_type
+    tl.core.block_type.__init__, tl.core.tensor.__init__ = block_type, tensor
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        """Broadcast tensors of different shapes. Triton compares shapes as compile-time values, which takes longer than
+        the sum of two tensors."""
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """Be `tl.block_type.__init__`."""
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    self.element_ty = element_ty
+    self.shape, self.numel, _, _ = of_shape(sizes)
+    self.name = f"<{sizes}, {element_ty}>"
+
+
+def tensor(self: Any, handle: Any, type: Any) -> None:
+    """Be `tl.tensor.__init__`."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    _, _, self.shape, self.numel = of_shape(tuple(type.shape) if type.is_block() else ())
+
+
+@functools.cache
+def of_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, tl.tuple, tl.constexpr]:
+    """Return the shape and the number of elements of a type, and the same as compile-time values for its tensors.
+
+    Triton makes and checks them anew for each tensor. Nothing changes them.
+    """
+    numel = validate_block_shape(sizes)
+    return tl.tuple(sizes), numel, tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(numel)
 
 
 @functools.cache

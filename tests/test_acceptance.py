@@ -11,7 +11,7 @@ from helpers import random_ids, tiny_llama
 from qattn_hf import QAttnError
 from qattn_hf.assets import demo_model_dir
 from qattn_hf.cli import main
-from qattn_hf.fidelity.acceptance import acceptance, compare_drafts, guessed
+from qattn_hf.fidelity.acceptance import acceptance, compare_drafts, first_layers, guessed
 from qattn_hf.fidelity.rollout import GREEDY, roll_out
 from qattn_hf.recipes.recipe import find_recipes
 
@@ -60,6 +60,18 @@ def test_other_vocabularies_are_refused():
         compare_drafts(tiny_llama(), tiny_llama(vocab_size=50), find_recipes(["int8"]), random_ids(1, 20), 8)
 
 
+def test_a_draft_of_the_first_layers_shares_the_models_weights():
+    model, ids = tiny_llama(), random_ids(1, 20)
+    draft = first_layers(model, 1)
+    assert {p.data_ptr() for p in draft.parameters()} < {p.data_ptr() for p in model.parameters()}
+    with torch.no_grad():
+        after_one = model(ids, output_hidden_states=True).hidden_states[1]
+        assert torch.equal(draft(ids).logits, model.lm_head(model.model.norm(after_one)))
+    for layers in (0, 2):
+        with pytest.raises(QAttnError, match="the model has 2, and a draft needs fewer"):
+            first_layers(model, layers)
+
+
 def test_the_command(tmp_path, capsys):
     text, draft = tmp_path / "text", str(demo_model_dir())
     text.write_text("The ship came home. " * 60)
@@ -69,6 +81,14 @@ def test_the_command(tmp_path, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ended.value.code == 0 and [row["method"] for row in rows] == ["full precision", "int8"]
     assert rows[0]["accepted"]["model"] == 1  # the same model drafts
-    with pytest.raises(SystemExit):
-        main(["rollout", "--draft", draft, "--temperature", "0.5"])
-    assert "leave --temperature out" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["rollout", draft, "--draft-layers", "7", *asked])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ended.value.code == 0 and 0 <= rows[0]["accepted"]["model"] < 1
+    for wrong, fix in (
+        (["--temperature", "0.5"], "leave --temperature out"),
+        (["--draft-layers", "1"], "leave one out"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["rollout", "--draft", draft, *wrong])
+        assert fix in capsys.readouterr().err

@@ -48,6 +48,11 @@ PUBLIC = re.compile(
 )
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def module_name(path: Path) -> str:
     """The name under which a file of one of the packages is imported."""
     package = next(folder for folder in PACKAGES.values() if folder in path.parents)
@@ -57,7 +62,7 @@ def module_name(path: Path) -> str:
 def imports(path: Path, modules: set[str]) -> set[str]:
     """Return the `modules` that a file imports anywhere."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -198,7 +203,7 @@ def test_modules_that_others_import_stay(package: str, path: str):
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -224,7 +229,7 @@ def defined() -> Iterator[tuple[str, Function]]:
     """Functions of both packages, with the module that defines them."""
     for folder in PACKAGES.values():
         for path in sorted(folder.rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, Function):
                     yield f"{module_name(path)}.{node.name}", node
 

@@ -225,7 +225,7 @@ def test_kernels_outlive_a_forward_that_fails(method: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["int8", "kivi"])
+@pytest.mark.parametrize("method", ["int8", pytest.param("kivi", marks=pytest.mark.slow)])
 def test_kernels_hide_no_token_for_the_sake_of_an_earlier_request(method: str):
     """Masks of tokens that were not finite lie in pages, where steps of the next request begin a block. Of its prompt
     one token is seen, so that its answer depends on the tokens of the block."""

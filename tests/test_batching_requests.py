@@ -216,12 +216,12 @@ def test_a_pool_off_a_gpu_is_small(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_pool_off_a_gpu_is_bounded_in_bytes():
     """Rows of many requests too, of a model with heads as people run them."""
+    from qattn_hf.generate.continuous.model_pages import pages_of_model
     from qattn_hf.generate.continuous.pool import HOST_BYTES, bound_on_host
-    from qattn_hf.generate.continuous.resolve import layouts
 
     model = patch(tiny_llama(head_dim=128, num_hidden_layers=8, num_key_value_heads=4), "none")
     given = SimpleNamespace(max_requests_per_batch=1024, num_blocks=None, allow_block_sharing=True)
-    bound_on_host(layouts(model), given, None)
+    bound_on_host(pages_of_model(model), given, None)
     per_token = 8 * 2 * 4 * 128 * 4  # layers, keys and values, heads, dims, bytes of float32
     assert 0.7 * HOST_BYTES < given.num_blocks * 64 * per_token < HOST_BYTES or given.num_blocks * 64 == 32768
     assert given.max_requests_per_batch <= given.num_blocks

@@ -15,7 +15,6 @@ from qattn_hf.bench import decode, generate, layers, sdpa, tables, throughput
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.timing import Times, measure
 from qattn_hf.bench.ways import all_ways, captured_step, default_ways
-from qattn_hf.cli import main
 from qattn_hf.cli.bench import chosen_methods
 from qattn_hf.layer.filled import BOOKKEEPING, fill
 from qattn_hf.messages.origin import device_name
@@ -27,16 +26,9 @@ SMALL = Heads(4, 2, 32, torch.float32)
 
 
 @pytest.fixture
-def bench(capsys):
+def bench(qattn):
     """Run `qattn bench` on the CPU in this process: `(exit code, stdout, stderr)`."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", *arguments, "--device", "cpu"])
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
+    return lambda *arguments: qattn("bench", *arguments, "--device", "cpu")
 
 
 @pytest.mark.parametrize("case", cases(), ids=case_id)
@@ -176,15 +168,6 @@ def test_an_output_of_nonsense_is_no_figure(monkeypatch):
     methods = chosen_methods(["none"])
     row = next(r for r in decode.rows([decode.Point(1, 80)], methods, SMALL, CPU) if r["packed"])
     assert "not finite" in row["error"] and "ms" not in row
-
-
-def test_first_calls_are_measured_in_two_processes(bench):
-    code, out, err = bench("first-call", "--method", "int8", "--json")
-    cold, warm = (json.loads(line) for line in out.splitlines())
-    assert code == 0 and (cold["cache"], warm["cache"]) == ("cold", "warm")
-    assert cold["kernels"] == warm["kernels"] == 0  # on a CPU the reference computes
-    assert len(cold["waits_s"]) == 2 and cold["wait_s"] == pytest.approx(sum(cold["waits_s"]))
-    assert "cache warm, kernels 0: int8: " in err
 
 
 def test_generate_takes_the_shape_of_any_config(bench, tmp_path):

@@ -88,7 +88,7 @@ def test_a_model_that_exits_early_to_draft_has_no_step_of_that_captured(fake: Fa
 
     monkeypatch.setattr(graph, "record", noted)
     for call in ({"assistant_early_exit": 1}, {}, {"assistant_early_exit": 1}, {}):
-        runs = dict(max_new_tokens=40, do_sample=False, **call)
+        runs = dict(max_new_tokens=16, do_sample=False, **call)
         assert torch.equal(model.generate(IDS[:1], **runs), other.generate(IDS[:1], **runs))
     assert set(layers) == {len(model.model.layers)}
 

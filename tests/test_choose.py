@@ -26,8 +26,21 @@ pytestmark = pytest.mark.xdist_group("choices")  # one process measures the weig
 probe = import_module("qattn_hf.choosing.probe")
 
 
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch):
+    """Half of the tokens that a probe reads otherwise."""
+    monkeypatch.setattr(text, "TOKENS", 600)
+
+
 @pytest.fixture
-def nothing_known(monkeypatch):
+def few(monkeypatch):
+    """A third of the candidates, for tests that measure weights for themselves alone."""
+    choose = import_module("qattn_hf.choosing.choose")
+    monkeypatch.setattr(choose, "candidates", lambda *given: candidates(*given)[::3])
+
+
+@pytest.fixture
+def nothing_known(monkeypatch, few):
     """For tests that count what is measured. The others take what earlier ones measured of the same weights."""
     monkeypatch.setattr(probe, "_known", {})
 
@@ -136,7 +149,7 @@ def test_without_sinks_there_is_no_pool():
     assert found.recipe.chosen.facts["sink_share"] < 0.1
 
 
-def test_a_model_with_sinks_gets_a_pool():
+def test_a_model_with_sinks_gets_a_pool(few):
     model = patch(AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float32).eval(), bits=2.5)
     found = model._qattn.recipe.chosen
     assert model._qattn.specs[-1].sink_pool.num and "built-in text" in found.read
@@ -187,6 +200,43 @@ def test_a_probe_that_fails_leaves_the_model_as_it_was(monkeypatch, nothing_know
         patch(model, bits=3.5)
     assert torch.equal(model(ids).logits, exact) and model.config._attn_implementation == attention
     assert (model._qattn.recipe.method if earlier else hasattr(model, "_qattn")) == (earlier or False)
+
+
+def test_a_probe_that_fails_leaves_earlier_caches(monkeypatch, nothing_known):
+    """The report has the last call's cache, and the cache goes on."""
+    model, ids = patch(noisy_llama(), "int8"), random_ids(1, 120)
+    cache = model(ids[:, :100], use_cache=True).past_key_values
+    told = report(model).to_dict()
+    goes_on = model(ids[:, 100:], past_key_values=copy.deepcopy(cache)).logits
+    assert report(patch(model, "int8")).to_dict() != told, "a patch that succeeds forgets the cache"
+
+    model = patch(noisy_llama(), "int8")
+    cache = model(ids[:, :100], use_cache=True).past_key_values
+
+    def fail(*_: Any) -> Any:
+        raise QAttnError("planted")
+
+    monkeypatch.setattr(probe, "token_losses", fail)
+    with pytest.raises(QAttnError, match="planted"):
+        patch(model, bits=3.5)
+    assert report(model).to_dict() == told
+    assert torch.equal(model(ids[:, 100:], past_key_values=cache).logits, goes_on)
+
+
+def test_a_probe_that_fails_midway_keeps_what_was_known(monkeypatch, nothing_known):
+    model = noisy_llama()
+    chosen(model, bits=4.5)
+    known, of = copy.deepcopy(probe.known_probe(model)), probe.token_losses
+
+    def fail(*args: Any) -> Any:
+        yield next(of(*args))
+        raise QAttnError("planted")
+
+    monkeypatch.setattr(probe, "token_losses", fail)
+    with pytest.raises(QAttnError, match="planted"):
+        patch(model, bits=8)
+    again = probe.known_probe(model)
+    assert (again.kl, again.seconds, again.forwards) == (known.kl, known.seconds, known.forwards)
 
 
 def test_a_patched_model_chooses_as_an_unpatched_one(nothing_known):
@@ -248,7 +298,7 @@ def test_whole_bits_are_said_to_choose():
         patch(noisy_llama(), "turbo", bits=4)
 
 
-def test_layers_of_windows_are_left_as_they_are():
+def test_layers_of_windows_are_left_as_they_are(few):
     model = tiny("gemma3_text", initializer_range=0.3)
     found = chosen(model, bits=4.5)
     assert found.setting_bits <= 4.5

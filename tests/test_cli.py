@@ -363,18 +363,24 @@ def test_demo_shows_progress_on_a_terminal(model_dir):
     import os
     import pty
 
-    parent, child = pty.openpty()
-    program = "import sys; from qattn_hf.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", program, "demo", model_dir, "--max-new-tokens", "4"]
-    environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environment) as process:
-        os.close(child)
-        shown = b""
-        with contextlib.suppress(OSError):  # reading fails when the command has ended and its terminal is gone
-            while chunk := os.read(parent, 65536):
-                shown += chunk
-    os.close(parent)
-    assert process.returncode == 0
+    process, terminal = pty.fork()
+    if process == 0:  # the new process, which has all modules
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ["TERM"] = "xterm"
+        torch.set_num_threads(1)  # threads of the parent are not here
+        try:
+            main(["demo", model_dir, "--max-new-tokens", "4"])
+        except SystemExit as ended:
+            sys.stdout.flush()
+            os._exit(int(ended.code or 0))
+        finally:
+            os._exit(1)
+    shown = b""
+    with contextlib.suppress(OSError):  # reading fails when the command has ended and its terminal is gone
+        while chunk := os.read(terminal, 65536):
+            shown += chunk
+    os.close(terminal)
+    assert os.waitpid(process, 0)[1] == 0, shown.decode(errors="replace")
     text = shown.decode(errors="replace")
     assert "full precision: sum 1" in text and "packed: prose" in text and "comparing: prose" in text
     assert text.rstrip().splitlines()[-1].startswith("Next: ")

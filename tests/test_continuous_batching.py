@@ -22,7 +22,7 @@ from qattn_kernels.layout import Geometry
 pytestmark = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
 )
-NEW = 70  # tokens of an answer: past a block boundary
+NEW = 20  # tokens of an answer: some prompts end less before a block boundary
 EQUALIZED = "turboquant:k_format=turbo4,equalize_k=true"
 METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_paper", EQUALIZED]
 
@@ -63,7 +63,7 @@ def alone(model: PreTrainedModel, prompt: list[int], first: int = 0, **settings:
 @pytest.mark.product
 @pytest.mark.parametrize("method", METHODS)
 def test_requests_get_what_generate_gives_each_alone(method: str):
-    model, prompts = patch(tiny_llama(), method), prompts_of(5, 130, 1, 64)
+    model, prompts = patch(tiny_llama(), method), prompts_of(50, 130, 1, 64)
     got = batched(model, prompts)
     pages = report(model).to_dict()["continuous_batching"]
     printed = " ".join(str(report(model)).split())  # of lines that end where 100 columns do
@@ -78,7 +78,7 @@ def test_kernels_serve_requests(method: str):
     """Steps over pages by a table; prompts of several lengths."""
     model = patch(tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), method, impl="triton")
     prompts = prompts_of(5, 63, 130)
-    short = {"max_new_tokens": 4}
+    short = {"max_new_tokens": 3}
     assert batched(model, prompts, **short) == [alone(model, prompt, **short) for prompt in prompts]
 
 
@@ -126,7 +126,7 @@ def test_pages_hold_the_codes_of_a_cache(method: str):
 def test_a_pool_that_is_too_small_for_all_reads_some_again():
     """A request whose next block is not there gives its own back. Where codes are exact its answer is as before; one of
     packed codes, read again as a prompt, differs by roundings as every prompt does from steps."""
-    model, prompts = patch(tiny_llama(), "none"), prompts_of(5, 130, 64, 200, 90)
+    model, prompts = patch(tiny_llama(), "none"), prompts_of(50, 120, 60, 180, 90)
     assert batched(model, prompts, blocks=8) == [alone(model, prompt) for prompt in prompts]
     answers = batched(patch(model, "turbo"), prompts, blocks=8)
     assert [len(answer) for answer in answers] == [NEW] * len(prompts)
@@ -163,7 +163,7 @@ def test_the_report_says_whether_requests_read_codes(method: str, tokens: int, n
 
 
 def test_requests_wait_for_a_row():
-    model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130, 64)
+    model, prompts = patch(tiny_llama(), "turbo"), prompts_of(50, 130, 64)
     got = batched(model, prompts, batching={"max_requests_per_batch": 2})
     pages = report(model).to_dict()["continuous_batching"]
     assert (pages["requests"], pages["most_requests"]) == (2, 2)
@@ -174,7 +174,7 @@ def test_requests_wait_for_a_row():
 @pytest.mark.parametrize("method", ["turbo", "int8", "kivi"])
 def test_answers_of_one_prompt_fork_its_pages(method: str):
     """Two samples of the likeliest token alone are the greedy answer, twice."""
-    model, (prompt,) = patch(tiny_llama(), method), prompts_of(150)
+    model, (prompt,) = patch(tiny_llama(), method), prompts_of(180)
     got = batched(model, [prompt], do_sample=True, top_k=1, num_return_sequences=3)
     assert got == [alone(model, prompt)] * 3
 
@@ -191,7 +191,7 @@ def test_answers_of_one_prompt_fork_its_pages(method: str):
     ],
 )
 def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, shares: bool):
-    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(192, 5, 30, 64)
+    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(192, 5, 30, 50)
     prompts = [prefix + end for end in ends]
     want = [alone(model, prompt) for prompt in prompts]
     assert batched(model, prompts, batching={"max_requests_per_batch": 1}) == want  # one begins when another has ended
@@ -229,7 +229,7 @@ WITH_ROWS = [
 @pytest.mark.parametrize("method", WITH_ROWS)
 def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
     """Answers equal the answers to requests whose prefix was a separate call, whatever the writing request did."""
-    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 5, 40, 3)
+    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 5, 50, 3)
     prompts = sorted((prefix + end for end in ends), reverse=True)  # as `generate_batch` orders them
     want = [alone(model, prompts[0])] + [alone(model, prompt, first=256) for prompt in prompts[1:]]
     seen = calls_of(model)
@@ -242,7 +242,7 @@ def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
 @pytest.mark.parametrize("method", ["turbo", f"sinkq:{ALL}"])
 def test_a_prefix_is_kept_where_prompts_part(method: str):
     """The second request reads the prefix in a separate call. From the third request on it is shared."""
-    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 133, 140, 150, 160)
+    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 133, 140, 180)
     prompts = sorted((prefix + end for end in ends), reverse=True)
     want = [alone(model, prompts[0])] + [alone(model, prompt, first=256) for prompt in prompts[1:]]
     seen = calls_of(model)
@@ -283,7 +283,7 @@ def test_requests_that_run_at_once_share_pages():
         assert got + [found[one].generated_tokens for one in ids] == want
         figures = manager.batch_processor.cache.figures
         assert figures["most_requests"] == 3
-        assert (apart, figures["most_blocks"]) == (5, 3 + 3 * 1)  # three pages, and one of each request's own
+        assert (apart, figures["most_blocks"]) == (4, 3 + 3 * 1)  # three pages, and one of each request's own
         assert manager.metrics()["blocks_used"] == 0 and manager.metrics()["blocks_cached"] == 3
 
 
@@ -328,7 +328,7 @@ def test_models_without_packed_pages_are_refused():
 
 
 def test_unpatch_gives_transformers_own_pool_back():
-    model, (prompt,) = tiny_llama(), prompts_of(70)
+    model, (prompt,) = tiny_llama(), prompts_of(120)
     stock = batched(model, [prompt])
     patch(model, "none")
     assert batched(model, [prompt]) == stock

@@ -112,7 +112,7 @@ def test_threads_with_a_cache_each(case: Case):
 
     def talk(seed: int) -> list[torch.Tensor]:
         cache, ids = QAttnCache.for_model(model), random_ids(1 + seed % 2, 40, seed)
-        for turn in range(3):
+        for turn in range(2):
             ids = torch.cat([ids, random_ids(len(ids), 30, 10 * seed + turn)], 1)
             ids = model.generate(ids, past_key_values=cache, **GREEDY)
         return [ids, *(layer.rewritten() for layer in cache.layers)]

@@ -177,7 +177,13 @@ def play(kind: type[Conversation], patched: PreTrainedModel, kept: Path, example
 @pytest.mark.product("turbo")
 @pytest.mark.parametrize("case", [*KINDS, *LIKE_THEM], ids=case_id)
 def test_a_cache_is_what_its_rows_are(case, tmp_path):
-    play(Conversation, patch(tiny_llama(), case[0], **case[1]), tmp_path, 100 if case in KINDS else 20)
+    play(Conversation, patch(tiny_llama(), case[0], **case[1]), tmp_path, 20 if case in LIKE_THEM else 30)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", KINDS, ids=case_id)
+def test_more_conversations(case, tmp_path):
+    play(Conversation, patch(tiny_llama(), case[0], **case[1]), tmp_path, 100)
 
 
 @pytest.mark.slow

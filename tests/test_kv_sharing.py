@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ig
 
 KINDS = SHARED_KEYS["layer_types"]
 TYPES = ["gemma3n_text", "gemma4_text"]
-GREEDY: dict[str, Any] = {"max_new_tokens": 66, "do_sample": False}
-IDS = torch.randint(3, 90, (2, 80), generator=torch.Generator().manual_seed(3))
+GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}  # past a block
+IDS = torch.randint(3, 90, (2, 120), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS)
 MASK[1, :11] = 0
 # prompts and steps; a prompt longer than a window, steps past a window's capacity, a later prompt

@@ -151,6 +151,35 @@ def test_generate_until_is_generate_of_the_patched_model(lm, loaded):
     assert usage["requests"] == usage["packed_requests"] == 2 and usage["generated"] == 12
 
 
+@pytest.mark.parametrize("method", ["full", "turbo"])
+def test_tasks_share_batches_and_are_counted_apart(lm, monkeypatch, method):
+    """Answers and usage are those of task by task, in fewer calls of `generate`."""
+    options = {"max_gen_toks": 5, "until": []}
+    tasks = {"one": (LONG, LONG[9:]), "two": (MIDDLE,), "three": (LONG[30:],)}
+    asked_of = {
+        name: asked("generate_until", *((text, options) for text in texts), task=name) for name, texts in tasks.items()
+    }
+    apart, together = lm(method=method, batch_size=4), lm(method=method, batch_size=4)
+    calls: list[int] = []
+    generate = QAttnLM._model_generate
+
+    def counted(self: QAttnLM, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(len(context))
+        return generate(self, context, *args, **kwargs)
+
+    monkeypatch.setattr(QAttnLM, "_model_generate", counted)
+    wanted = [answer for some in asked_of.values() for answer in apart.generate_until(some, disable_tqdm=True)]
+    assert calls == [2, 1, 1]
+    calls.clear()
+    found = together.generate_until([one for some in asked_of.values() for one in some], disable_tqdm=True)
+    assert calls == [4] and found == wanted
+    for name, texts in tasks.items():
+        alone, mixed = apart.usages[name], together.usages[name]
+        assert mixed.requests == alone.requests == len(texts) and mixed.seconds > 0
+        counts = ("packed_requests", "tokens", "generated", "effective_bits", "batches")
+        assert [getattr(mixed, one) for one in counts] == pytest.approx([getattr(alone, one) for one in counts])
+
+
 def test_a_batch_begins_with_an_empty_cache(lm):
     model = lm(method="turbo", batch_size=1)
     options = {"max_gen_toks": 4, "until": []}

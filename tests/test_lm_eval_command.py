@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from qattn_hf.assets import demo_model_dir
@@ -40,7 +41,8 @@ def qattn(qattn, monkeypatch):
 def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
     target = tmp_path / "rows.json"
     methods = ("--method", "full", "--method", "turbo:k_bits=4,v_bits=2", "--recipe", "turbo_sink")
-    code, out, err = qattn("--task", "recall_10", "--limit", "2", *methods, "--output", str(target))
+    few = ("--limit", "2", "--max-new-tokens", "6")
+    code, out, err = qattn("--task", "recall_10", *few, *methods, "--output", str(target))
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:5] == ["method", "task", "metric", "value", "stderr"]
@@ -104,22 +106,44 @@ def test_without_lm_eval_the_command_says_what_to_install(monkeypatch, capsys):
     assert ended.value.code == 1 and "pip install 'qattn-hf[eval]'" in capsys.readouterr().err
 
 
-def test_lm_evals_command_line_runs_on_two_processes(tmp_path):
-    """As `accelerate launch` starts it, over gloo: each answers half of the rows, the first writes one result."""
+def launched(folder: Path, port: str, *arguments: str) -> None:
+    """Start two processes as `accelerate launch` does."""
+    program = folder / "ours.py"
+    program.write_text(OURS)
+    launch = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, str(program)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", *launch, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def forked_twice(folder: Path, port: str, *arguments: str) -> None:
+    """Fork two processes with the variables that `accelerate launch` sets. Each would import all modules."""
+    from accelerate.state import AcceleratorState
+
+    def run() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of this process without others
+        sys.argv[1:] = arguments
+        exec(OURS, {})
+
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    said = [folder / "said-0", folder / "said-1"]
+    children = [forked.start(run, said[i], RANK=str(i), LOCAL_RANK=str(i), **shared) for i in (0, 1)]
+    for child, text in zip(children, said, strict=True):
+        forked.wait(child, text)
+
+
+@pytest.mark.parametrize("start", [forked_twice, pytest.param(launched, marks=pytest.mark.slow)])
+def test_lm_evals_command_line_runs_on_two_processes(tmp_path, start):
+    """Over gloo: each answers half of the rows, the first writes one result."""
     pytest.importorskip("lm_eval", reason=WHY)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = tmp_path / "ours.py"
-    program.write_text(OURS)
-    launch = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), str(program)]
+        port = str(free.getsockname()[1])
     model = ["--model", "qattn", "--model_args", f"pretrained={demo_model_dir()},method=turbo,k_bits=4,v_bits=2"]
     tasks = ["--tasks", "recall_10", "--limit", "3", "--gen_kwargs", "max_gen_toks=6", "--output_path", str(tmp_path)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", *launch, "run", *model, *tasks]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    start(tmp_path, port, "run", *model, *tasks)
     (written,) = tmp_path.rglob("results_*.json")
     found = json.loads(written.read_text())
     ours = found["config"]["qattn"]

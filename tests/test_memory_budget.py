@@ -250,8 +250,8 @@ def test_histories_keep_to_the_memory_and_lose_no_more_than_2_bits(steps, seed, 
     assert bytes_of(budget) <= room and errors[0] <= 1.3 * errors[1]
 
 
-IDS = random_ids(2, 100)
-GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=200, min_new_tokens=200)
+IDS = random_ids(2, 200)
+GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=100, min_new_tokens=100)
 
 
 def kv_bytes(model: Any) -> int:
@@ -295,7 +295,7 @@ def test_too_little_memory_is_said_before_anything_is_written():
 
 @pytest.mark.parametrize("how", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 4}], ids=str)
 def test_beams_and_drafts(how):
-    ids = IDS if "num_beams" in how else IDS[:1]
+    ids = IDS[:, :100] if "num_beams" in how else IDS[:1, :100]
     model = patch(tiny_llama(), "turbo", memory=10**9)
     want = model.generate(ids, do_sample=False, max_new_tokens=60, **how)
     memory = 240_000 if "num_beams" in how else 66_000
@@ -314,7 +314,7 @@ def test_captured_steps_end_where_bits_change(monkeypatch):
     monkeypatch.setattr(model._qattn, "runner", Runner("graph"))
     assert torch.equal(model.generate(IDS, **GREEDY), eager)
     layers = model._qattn.last.cache.layers
-    assert graphs.captured > 1 and graphs.replayed > 150
+    assert graphs.captured > 1 and graphs.replayed > 80
     assert layers[0].spec != at_stage(layers[0].spec, 0)
 
 

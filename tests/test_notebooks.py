@@ -25,11 +25,18 @@ def cells(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem != "quickstart" else []) for path in NOTEBOOKS],
-    ids=[path.stem for path in NOTEBOOKS],
-)
+def test_the_cells_of_the_first_notebook_run(monkeypatch: pytest.MonkeyPatch):
+    """One after another, in this process."""
+    pytest.importorskip("matplotlib", reason="the notebook draws")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, Any] = {}
+    for cell in cells(ROOT / "examples" / "quickstart.ipynb"):
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path: Path):
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         pytest.skip(f"notebooks need {', '.join(missing)}: pip install 'qattn-hf[dev]'")

@@ -7,10 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import split_model
 import torch
 from helpers import random_ids, tiny_llama
 
@@ -25,12 +28,24 @@ LISTS = {"bits": "mixed", "k_low_heads": [[0, 1], [2]], "v_low_heads": [[3], []]
 
 
 def split(folder: Path, method: str, *settings: dict[str, Any], processes: int = 2) -> list[dict[str, Any]]:
-    """Run `split_model.py` in `processes` processes and return its result for each of the settings."""
+    """Run `split_model.py` in `processes` processes and return its result for each of the settings.
+
+    Where no GPU is, they are forked: each would import all modules.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
-    script = [str(ROOT / "tests" / "split_model.py"), str(folder), method, json.dumps(settings), str(TOKENS)]
+        port = str(free.getsockname()[1])
+    arguments = [str(folder), method, json.dumps(settings), str(TOKENS)]
+    if not torch.cuda.is_available():
+        ranks = range(processes)
+        shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        said = [folder / f"said-{rank}" for rank in ranks]
+        run = partial(split_model.main, *arguments)
+        children = [forked.start(run, said[i], RANK=str(i), LOCAL_RANK=str(i), **shared) for i in ranks]
+        first, *_ = [forked.wait(child, text) for child, text in zip(children, said, strict=True)]
+        return [json.loads(line) for line in first.splitlines() if line.startswith("{")]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port]
+    script = [str(ROOT / "tests" / "split_model.py"), *arguments]
     paths = os.pathsep.join(
         [*(str(ROOT / name) for name in (".", "kernels", "tests")), os.environ.get("PYTHONPATH", "")]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable
@@ -230,24 +231,24 @@ def test_experts_are_counted():
 def test_the_longest_context_fits_and_a_longer_one_does_not(method):
     planner = Planner(config_of(), fixed=0)
     way = planner.way(method)
-    for rows in (1, 4):
-        tokens = planner.longest(64 * MIB, way, rows)
-        assert planner.fits(64 * MIB, way, rows, tokens)
-        assert not planner.fits(64 * MIB, way, rows, int(tokens * 1.01) + 64)
-        assert planner.memory(way, rows, tokens).total < 1.1 * 64 * MIB, "without a limit more is kept"
+    tokens = planner.longest(64 * MIB, way, 3)
+    assert planner.fits(64 * MIB, way, 3, tokens)
+    assert not planner.fits(64 * MIB, way, 3, int(tokens * 1.01) + 64)
+    assert planner.memory(way, 3, tokens).total < 1.1 * 64 * MIB, "without a limit more is kept"
     rows = planner.largest(64 * MIB, way, 1000)
     assert planner.fits(64 * MIB, way, rows, 1000) and not planner.fits(64 * MIB, way, rows + 1, 1000)
     assert planner.longest(planner.weight_bytes, way) == planner.largest(planner.weight_bytes, way, 64) == 0
 
 
 def test_smaller_chunks_leave_more_for_the_cache():
-    config = config_of()
-    whole, cut = Planner(config, fixed=0), Planner(config, fixed=0, prefill_chunk_size=512)
-    for method in ("turbo", "full"):
-        longest = [planner.longest(64 * MIB, planner.way(method)) for planner in (whole, cut)]
-        assert (longest[1] > 1.5 * longest[0]) == (method == "turbo")  # transformers does not cut by itself
-    parts = cut.memory(cut.way("turbo"), 1, 5000)
-    assert parts.activations < whole.memory(whole.way("turbo"), 1, 5000).activations / 3
+    whole, cut = Planner(config_of(), fixed=0), Planner(config_of(), fixed=0, prefill_chunk_size=512)
+    longest = whole.longest(64 * MIB, whole.way("turbo"))
+    assert cut.fits(64 * MIB, cut.way("turbo"), 1, int(1.5 * longest))
+    assert not whole.fits(64 * MIB, whole.way("full"), 1, longest)
+    uncut, parts = (planner.memory(planner.way("turbo"), 1, 5000) for planner in (whole, cut))
+    assert parts.activations < uncut.activations / 3
+    full = [planner.memory(planner.way("full"), 1, 5000) for planner in (whole, cut)]
+    assert full[0] == full[1], "transformers does not cut by itself"
     assert parts.total == parts.weights + parts.cache + parts.activations + parts.fixed
 
 
@@ -298,22 +299,27 @@ def test_what_cannot_be_planned():
     assert Planner(quantized, weight_bytes=5 * MIB).weight_bytes == 5 * MIB
 
 
-@pytest.mark.parametrize(("reach", "within"), [(1.0, True), (0.9, False), (1.1, False)])
-def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch, reach, within):
+def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch):
     """There `run` generates; here contexts up to a share of the planned one run."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "eval")
     check = importlib.import_module("plan_check")
     planner = Planner(config_of(), fixed=0)
     way, limit = planner.way("turbo"), 64 * MIB
     planned = planner.longest(limit, way)
-    monkeypatch.setattr(check, "run", lambda *call: {"ran": call[2] <= reach * planned})
-    row = check.checked(None, planner, way, limit, 1)
-    assert row["planned"] == planned and row["within"] == within
-    for one in row["runs"]:
-        predicted = one["predicted"]
-        assert predicted["fits"] == (one["context"] <= planned)
-        assert one["measured"]["ran"] == (one["share"] <= reach)
-        assert 0 < predicted["cache"] < predicted["allocated"] < predicted["reserved"] < 1.15 * limit
+    memory = functools.cache(lambda context: Planner.memory(planner, way, 1, context))
+    fits = functools.cache(lambda context: Planner.fits(planner, limit, way, 1, context))
+    monkeypatch.setattr(planner, "longest", lambda *_: planned)
+    monkeypatch.setattr(planner, "memory", lambda *call: memory(call[-1]))
+    monkeypatch.setattr(planner, "fits", lambda *call: fits(call[-1]))
+    for reach, within in ((1.0, True), (0.9, False), (1.1, False)):
+        monkeypatch.setattr(check, "run", lambda *call, reach=reach: {"ran": call[2] <= reach * planned})
+        row = check.checked(None, planner, way, limit, 1)
+        assert row["planned"] == planned and row["within"] == within
+        for one in row["runs"]:
+            predicted = one["predicted"]
+            assert predicted["fits"] == (one["context"] <= planned)
+            assert one["measured"]["ran"] == (one["share"] <= reach)
+            assert 0 < predicted["cache"] < predicted["allocated"] < predicted["reserved"] < 1.15 * limit
 
 
 @pytest.fixture
@@ -327,17 +333,26 @@ def folder(tmp_path):
     return str(tmp_path)
 
 
-def test_the_command_prints_what_the_planner_says(qattn, folder):
+def test_the_command_prints_what_the_planner_says(qattn, folder, monkeypatch):
+    said = []
+
+    def answer(planner: Planner, memory: int, way: Any, n: int) -> int:
+        said.append((memory, way.name, n, planner.dtype, planner.prefill_chunk_size))
+        return 64 * n * (1 if way.name == "full" else 4)
+
+    monkeypatch.setattr(Planner, "longest", answer)
+    monkeypatch.setattr(Planner, "largest", answer)
     asked = (folder, "--gpu-memory", "800MiB", "--method", "turbo,turbo:block_kv=32", "--context", "1000")
     code, out, _ = qattn(*asked, "--batch", "2", "--dtype", "float16", "--prefill-chunk-size", "512", "--json")
     data = json.loads(out)
     planner = Planner(config_of(), dtype=torch.float16, prefill_chunk_size=512)
     assert code == 0 and data["gpu_memory"] == 800 * MIB and data["weights"] == planner.weight_bytes
+    how = (torch.float16, 512)
+    assert said == [(800 * MIB, method, n, *how) for method in ("full", "turbo") for n in (2, 1000)]
     full, turbo, refused = data["rows"]
-    way = planner.way("turbo")
-    assert turbo["longest"] == {"2": planner.longest(800 * MIB, way, 2)}
-    assert turbo["largest"] == {"1000": planner.largest(800 * MIB, way, 1000)}
-    assert turbo["longest"]["2"] > full["longest"]["2"] > 0
+    assert (full["longest"], full["largest"]) == ({"2": 128}, {"1000": 64000})
+    assert (turbo["longest"], turbo["largest"]) == ({"2": 512}, {"1000": 256000})
+    assert turbo["memory"] == vars(planner.memory(planner.way("turbo"), 2, 512))
     assert refused["method"] == "turbo:block_kv=32" and "qattn doctor" in refused["not_planned"]
     code, out, _ = qattn(*asked)
     assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:block_kv=32: " in out

@@ -39,6 +39,7 @@ WORDS = {
     r"\bone's\b": "`your`, or the thing's name",
 }
 RULES = {re.compile(pattern, re.MULTILINE): better for pattern, better in WORDS.items()}
+ANY = re.compile("|".join(WORDS), re.MULTILINE)  # one pass over text without a phrase, which most is
 MADE = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
 CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LONGEST = 40  # words of a sentence on a page; lists of names need about that many
@@ -92,7 +93,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def found_in(line: int, text: str, name: str) -> Iterator[str]:
-    for rule, better in RULES.items():
+    for rule, better in RULES.items() if ANY.search(text) else ():
         for hit in rule.finditer(text):
             yield f"{name}:{line + text.count(chr(10), 0, hit.start())}: {hit[0]!r}. Better: {better}"
 

@@ -27,7 +27,7 @@ from qattn_kernels.step.warm import LayerShape, launches
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-PROMPT, NEW = 250, 140  # past the window, past a block, and past the capacity of a window's layer of 384 tokens
+PROMPT, NEW = 350, 40  # past the window, past a block, and past the capacity of a window's layer of 384 tokens
 IDS = torch.randint(1, 101, (2, PROMPT), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS)
 MASK[1, :11] = 0

@@ -68,7 +68,7 @@ def test_tool_calls_are_told_by_length(tmp_path):
         "| cache | 1024 | 2048 | holds to |",
         "| --- | --- | --- | --- |",
         "| right in full precision | 96% | 80% |  |",
-        "| `low2` | 98% | 50% | not at the least |",
+        "| `low2` | 98% | 50% | not at the shortest |",
         "| `turbo` | 98% | 50% | 1,024 tokens |",
     ]
 

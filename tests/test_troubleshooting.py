@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ QUOTES = [" ".join(quote.split()) for quote in re.findall(r"^```text\n(.*?)^```$
 GAP = "\0"  # where a message of the code has a value, and a quote has `...`
 
 
+@functools.cache
 def messages() -> set[str]:
     """Every string of the packages, `GAP` in place of the values of an f-string."""
     found = set()
@@ -28,14 +30,11 @@ def messages() -> set[str]:
     return found
 
 
-MESSAGES = messages()
-
-
 def given(quote: str) -> bool:
     """Whether one message has the text of the quote, with a value at each `...` inside it."""
     parts = [re.escape(part.strip()) for part in quote.split("...") if part.strip()]
     pattern = re.compile(rf"\s*[^{GAP}]?{GAP}[^{GAP}]?\s*".join(parts))
-    return any(pattern.search(message) for message in MESSAGES)
+    return any(pattern.search(message) for message in messages())
 
 
 @pytest.mark.parametrize("quote", QUOTES)

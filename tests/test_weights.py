@@ -15,8 +15,8 @@ from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-IDS = random_ids(2, 20)
-GREEDY = {"input_ids": IDS, "max_new_tokens": 70, "min_new_tokens": 70, "do_sample": False}  # past a block of 64
+IDS = random_ids(2, 60)
+GREEDY = {"input_ids": IDS, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}  # past a block of 64
 
 
 def packed(model: PreTrainedModel) -> PreTrainedModel:

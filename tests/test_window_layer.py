@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ WITHOUT_SINKS = [
 ]
 
 
-def windowed(case: Case, window: int, max_cache_len: int | None = None) -> WindowLayer:
+def windowed(case: Case, window: int, max_cache_len: int | None = None, impl: str = "reference") -> WindowLayer:
     """Of chunks of `-window` tokens, where that is what `window` is."""
-    spec = get_method(case[0])(**case[1]).last_layer_spec(2)
+    spec = replace(get_method(case[0])(**case[1]).last_layer_spec(2), impl=impl)
     layer = WindowLayer(WindowLayerSpec(**vars(spec), sliding_window=abs(window), chunked=window < 0), max_cache_len)
     layer.constants = constants_of(spec)
     return layer

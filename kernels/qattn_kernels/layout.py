@@ -10,6 +10,8 @@ import torch
 
 State = dict[str, torch.Tensor]
 
+WIDEST_HEAD = 256  # channels; kernels take the products of wider heads in parts, with more warps
+
 
 class Row(NamedTuple):
     """State of one sequence before a call, and its new tokens. Fields are scalars in kernels and `[B]` outside.

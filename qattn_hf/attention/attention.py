@@ -72,7 +72,7 @@ def attention(
         UnsupportedError: keys or values that did not come from a packed layer, a user's 4-D mask, dropout, or an
             argument that packed attention does not support.
     """
-    if (of_pages := getattr(kwargs.get("cache"), "attend", None)) is not None:  # a `PagedCache`
+    if (of_pages := getattr(cache_of(key, kwargs), "attend", None)) is not None:  # a `PagedCache`
         index: Any = module.layer_idx
         return of_pages(index, query, key, value, scores_of(query, scaling, kwargs)), None
     if not (isinstance(key, Handle) and key is value):
@@ -136,6 +136,11 @@ def refuse_arguments(
             continue
         if name != "sliding_window" or hides(getattr(module, "config", None), value):
             raise UnsupportedError(f"{what} is not supported by {by_whom}")
+
+
+def cache_of(key: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the cache of a call. In continuous batching, Transformers before 5.24 passes it to the attention."""
+    return key.cache if isinstance(key, Handle) else kwargs.get("cache")
 
 
 def is_span(mask: Any) -> bool:

@@ -35,7 +35,7 @@ def attention(
     Raises:
         UnsupportedError: as in `attention.attention`.
     """
-    if isinstance(key, Handle) or isinstance(value, Handle) or packed.is_span(attention_mask):
+    if isinstance(key, Handle) or kwargs.get("cache") is not None or packed.is_span(attention_mask):
         return packed.attention(module, query, key, value, attention_mask, **kwargs)
     packed.refuse_mask(attention_mask)
     return function_of(before, module)(module, query, key, value, attention_mask, **kwargs)

@@ -25,6 +25,7 @@ class Point(NamedTuple):
 FULL = [Point(1, 1024), Point(16, 1024), Point(4, 4096), Point(1, 16384), Point(1, 32768)]
 QUICK = [Point(4, 4096), Point(1, 16384)]
 TINY = [Point(1, 96), Point(2, 130)]
+FLASH_DIM = 256  # largest head dim of these backends
 
 
 def rows(
@@ -44,7 +45,9 @@ def rows(
     """
     for point in points:
         shape = {"bench": "prefill", **point._asdict(), **heads.row(), "device": device.type}
-        names = ("flash", "cudnn") if device.type == "cuda" else ("flash",)
+        names = ("flash",)
+        if device.type == "cuda":
+            names = ("flash", "cudnn") if heads.dim <= FLASH_DIM else ("efficient", "math")
         backends = {f"sdpa {name}": sdpa.BACKENDS[name] for name in names}
         ways: dict[str, Any] = {**backends, **methods}
         for name, way in ways.items():

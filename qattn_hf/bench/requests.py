@@ -13,9 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from qattn_hf.bench.timing import attempt, release
 from qattn_hf.bench.ways import Way, all_ways
-from qattn_hf.generate.continuous.cache import mean_page_bytes
-from qattn_hf.generate.continuous.pages import row_bytes
-from qattn_hf.generate.continuous.resolve import layouts
+from qattn_hf.generate.continuous.model_pages import pages_of_model
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.recipes.recipe import Recipe
 
@@ -76,10 +74,9 @@ def _stock(model: PreTrainedModel, load: Point) -> dict[str, Any]:
 
 def _packed(model: PreTrainedModel, way: Way, load: Point) -> dict[str, Any]:
     with way.prepared(model):
-        found = layouts(model)
-        block, row = mean_page_bytes(found) * len(found), sum(map(row_bytes, found))
-        impl = " and ".join(sorted({layout.spec.impl for layout in found}))
-        return {"impl": impl, **_answered(model, load, found[0].spec.window.block, block, row)}
+        pages = pages_of_model(model)
+        impl = " and ".join(sorted({layout.spec.impl for layout in pages.every}))
+        return {"impl": impl, **_answered(model, load, pages.block, pages.block_bytes, pages.request_bytes())}
 
 
 def _answered(model: PreTrainedModel, load: Point, page: int, block_bytes: int, row: int) -> dict[str, Any]:

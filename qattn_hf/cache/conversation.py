@@ -1,4 +1,7 @@
-"""State of a conversation other than keys and values: offsets of positions (`generate/offsets.py`)."""
+"""State of a conversation other than keys and values: offsets from columns to positions.
+
+An image takes fewer positions than columns, so Qwen-VL and similar models keep an offset (`rope_deltas`) on a module. A
+cache keeps its own, so that several conversations can share the model (`generate/offsets.py`)."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Pool:
 
 
 def with_spare(blocks: int) -> int:
-    """Round blocks up to a `SPARE`th of a power of two, so that similar lengths need the same capacity."""
+    """Return a capacity of at least `blocks` blocks, at most one part in `SPARE` more, that similar lengths share."""
     step = max(1, (1 << blocks.bit_length() - 1) // SPARE)
     return -(-blocks // step) * step
 

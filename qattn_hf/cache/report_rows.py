@@ -103,7 +103,7 @@ def layer_row(index: int, layer: QAttnLayer, method: str, no_pool: str | None = 
 
 
 def _skipped(layer: QAttnLayer) -> dict[str, float]:
-    """Return the figures of sparse V over all decode steps since the layer was empty; none if it is off."""
+    """Return the figures of sparse V over all decode steps since the layer was empty; an empty dict if it is off."""
     if layer.spec.sparsity.tau == 0:
         return {}
     skip_counts = skip_counts_of(layer.state)

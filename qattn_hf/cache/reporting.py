@@ -104,8 +104,8 @@ class Report:
           are not a graph, or None.
         - `configurations`: why kernels use the launch configurations of another GPU, or None.
         - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt, or None.
-        - `packed_tokens`, `open_tokens`: quantized and unquantized tokens of all rows, in the packed layer that packed
-          least. Sliding windows are ignored if other layers are packed.
+        - `packed_tokens`, `open_tokens`: tokens in closed blocks, and open tokens, of all rows in the packed layer that
+          packed least. Sliding windows are ignored if other layers are packed.
         - `kv_bytes`: bytes of all tensors of all layers, including spare capacity and ring. `kv_bytes_full_precision`:
           bytes of the same tokens in the model's dtype. Both include unpacked layers.
         - `effective_bits`: bits per value in closed blocks, mean over packed layers. `effective_bits_total`: `kv_bytes`

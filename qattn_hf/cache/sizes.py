@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from transformers import PretrainedConfig
 
 from qattn_hf.cache.cache import QAttnCache
 from qattn_hf.cache.reporting import report
@@ -12,6 +15,7 @@ from qattn_hf.layer.budget_layer import BudgetLayer
 from qattn_hf.layer.filled import fill
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.window_layer import packed_layer
+from qattn_hf.model.heads import head_sizes
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
@@ -59,6 +63,26 @@ def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
     return Size(data["kv_bytes"], values, data["effective_bits"])
 
 
+def geometry_of(config: PretrainedConfig, layer: int, dtype: torch.dtype) -> Geometry:
+    """Return the geometry of one row of a layer of a model with keys and values of this dtype."""
+    heads = head_sizes(config, layer)
+    return Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, dtype)
+
+
+def bits_total(config: PretrainedConfig, specs: Mapping[int, LayerSpec], tokens: int, dtype: torch.dtype) -> float:
+    """Return the bits per value of packed layers of a model, over all tensors, for one row of `tokens` tokens.
+
+    Counted without memory. `size_of` counts the same from the tensors of a cache.
+
+    Args:
+        specs: by index of the layer.
+    """
+    geometries = {i: geometry_of(config, i, dtype) for i in specs}
+    n_bytes = sum(layer_bytes(spec, geometries[i], tokens, dtype) for i, spec in specs.items())
+    return 8 * n_bytes / sum(values_of(geometry, tokens) for geometry in geometries.values())
+
+
+@lru_cache(1024)
 def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.dtype) -> int:
     """Return the bytes of one layer's tensors for a row of `tokens` tokens. Counted on the meta
     device, without memory."""

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf.attention.observe import packed_layers
-from qattn_hf.cache.sizes import block_bits
+from qattn_hf.cache.sizes import block_bits, geometry_of
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.methods import measured_settings
 from qattn_hf.model.device import device_of
@@ -19,7 +19,6 @@ from qattn_hf.recipes.recipe_files import list_recipes
 from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import unsupported
-from qattn_kernels.layout import Geometry
 
 FULL_BITS = 16.0  # a setting with this many bits packs nothing
 EQUALIZED = {"equalize_k": True}
@@ -96,8 +95,7 @@ def _bits(
         sizes, spec = head_sizes(config, i), specs[i]
         assert isinstance(spec, LayerSpec)
         if (spec, sizes) not in known:
-            geometry = Geometry(1, sizes.kv, sizes.dim, sizes.v_dim, 1, dtype)
-            known[spec, sizes] = block_bits(spec, geometry, dtype)
+            known[spec, sizes] = block_bits(spec, geometry_of(config, i, dtype), dtype)
     return sum(known[specs[i], head_sizes(config, i)] for i in layers) / len(layers)
 
 

@@ -101,8 +101,8 @@ def measure(model: PreTrainedModel, probe: Probe, candidates: Sequence[Candidate
     began, passes = time.perf_counter(), Passes()
     reading = _reading(probe.ids)
     trials = [_trial(model, one, passes) for one in missing]
-    for one, kl in zip(missing, token_losses(model, trials, reading), strict=True):
-        probe.kl[_key(one)] = _kl_of(kl)
+    found = [_kl_of(kl) for kl in token_losses(model, trials, reading)]  # all, before the probe is changed
+    probe.kl |= dict(zip(map(_key, missing), found, strict=True))
     readings = 2 * -(-len(missing) // TOGETHER)  # in full precision, and with errors
     probe.forwards += readings * (len(reading.at) - 1) + len(passes)
     probe.seconds += time.perf_counter() - began

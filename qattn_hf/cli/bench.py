@@ -136,9 +136,9 @@ def generate(
 ) -> None:
     """Measure generate of a model, packed and with stock caches.
 
-    Times of a token, set-up and memory are printed.
+    The table has milliseconds a token, the set-up time and memory.
 
-    Example: qattn bench generate --way "turbo graph" --way "DynamicCache, flash" --context 4096
+    Example: qattn bench generate --way "turbo graph" --way DynamicCache --context 4096
     """
     from qattn_hf.bench import generate as measured
     from qattn_hf.bench.ways import all_ways

@@ -122,7 +122,7 @@ def info(
 ) -> None:
     """Show what a saved cache holds.
 
-    The header of the file says so. No model is needed.
+    Only the header of the file is read. No model is needed.
 
     Example: qattn cache info prefix.safetensors
     """

@@ -51,11 +51,9 @@ def inspect(
     as_json: JsonOption = False,
     output: OutputOption = None,
 ) -> None:
-    """Draw a model's channels, attention sinks and bits of the heads.
+    """Draw the ranges of a model's channels, its attention sinks, and the bits of its heads.
 
-    The channels are of queries, keys and values. Gaps between values are drawn too.
-
-    --pictures FOLDER draws. --json and --output give the numbers in the pictures.
+    The pictures show queries, keys and values. --pictures FOLDER draws them. --json and --output give their numbers.
 
     Example: qattn inspect MODEL --text book.txt --pictures FOLDER
     """

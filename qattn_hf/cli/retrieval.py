@@ -73,7 +73,7 @@ def retrieval(
 ) -> None:
     """Count the values in long texts that a packed cache loses.
 
-    The values are needles, as in RULER.
+    A text hides values and a question asks for them, as in RULER. Full precision answers the same questions.
 
     Example: qattn retrieval MODEL --lengths 4096,32768 --method turbo --method kivi:bits=2
     """

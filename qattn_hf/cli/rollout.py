@@ -37,6 +37,10 @@ DraftOption = Annotated[
     str | None,
     typer.Option("--draft", help="Folder or hub name of a draft model. Counts how many of its tokens are accepted."),
 ]
+DraftLayersOption = Annotated[
+    int | None,
+    typer.Option("--draft-layers", min=1, help="Draft with this many of the model's first layers (early exit)."),
+]
 
 
 def rollout(
@@ -48,6 +52,7 @@ def rollout(
     new_tokens: NewTokensOption = 128,
     temperature: TemperatureOption = 0.0,
     draft: DraftOption = None,
+    draft_layers: DraftLayersOption = None,
     batch: BatchOption = 4,
     dtype: MeasuredDtypeOption = "auto",
     device: DeviceOption = None,
@@ -57,24 +62,27 @@ def rollout(
 ) -> None:
     """Compare the texts that a model writes through each cache.
 
-    Full precision judges each text. With --draft, a draft model guesses the tokens (assisted generation), and the
-    share of accepted tokens is counted.
+    Full precision judges each text. With --draft or --draft-layers, a draft model guesses the tokens (assisted
+    generation), and the share of accepted tokens is counted.
 
     Example: qattn rollout MODEL --text book.txt --new-tokens 512 --method turbo --method kivi:bits=2
     """
     from qattn_hf import compare as fidelity
     from qattn_hf.recipes.recipe import find_recipes
 
-    if draft is not None and temperature:
-        raise UsageError("--draft guesses greedy tokens. Fix: leave --temperature out")
+    if draft is not None and draft_layers is not None:
+        raise UsageError("--draft and --draft-layers both name a draft model. Fix: leave one out")
+    drafted = draft is not None or draft_layers is not None
+    if drafted and temperature:
+        raise UsageError("drafts are guesses of greedy tokens. Fix: leave --temperature out")
     recipes = find_recipes(method or DEFAULT)
     name, lm, tokenizer = load(model, device)
     recipes = {spelling: for_family(recipe, lm) for spelling, recipe in recipes.items()}
     own_dtype = measured_in(lm, dtype)
     ids = fidelity.rows_of(tokenizer, text_or_made(text, rows * tokens), rows, tokens)
     with status_line() as progress:
-        if draft is not None:
-            drafts = load(draft, device).model.to(lm.dtype)
+        if drafted:
+            drafts = fidelity.first_layers(lm, draft_layers) if draft_layers else load(draft, device).model.to(lm.dtype)
             found = fidelity.compare_drafts(lm, drafts, recipes, ids, new_tokens, batch=batch, progress=progress)
         else:
             found = fidelity.compare_rollouts(
@@ -84,7 +92,7 @@ def rollout(
     written = [{"model": short_name(name), **row} for row in found]
     if as_json:
         print_rows(written)
-    elif draft is not None:
+    elif drafted:
         fidelity.print_drafts(written, wide)
     else:
         fidelity.print_rollouts(written, wide)

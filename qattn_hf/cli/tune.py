@@ -17,7 +17,6 @@ from qattn_hf.cli._common import (
     PictureOption,
     RowsOption,
     TextOption,
-    TokensOption,
     UsageError,
     known_methods,
     measured_in,
@@ -30,13 +29,15 @@ from qattn_hf.cli._common import (
 )
 from qattn_hf.cli.compare import StepsOption
 from qattn_hf.model.loading import load, short_name
+from qattn_hf.model.positions import positions_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from qattn_hf.tune import Tuned
 
-REFERENCE = "turbo:bits=mixed"
+# One long row costs as much as several short ones, and its losses are those of real contexts.
+ROWS, CHECK_ROWS, TOKENS, STEPS, BATCH, AT_TOKENS = 1, 2, 4096, 64, 16, 4096
 
 CandidateOption = Annotated[
     list[str] | None,
@@ -45,6 +46,16 @@ CandidateOption = Annotated[
         help="Method or recipe that a layer may get. Repeatable. turbo:bits=mixed is tried head by head.",
         show_default="formats of all methods, from 2 to 8 bits",
         callback=known_methods,
+    ),
+]
+CheckRowsOption = Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, which check the recipe.")]
+LongRowsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=8,
+        help="Tokens of a row. The last two thirds are scored.",
+        show_default=f"{TOKENS}, or the model's context if it is shorter",
     ),
 ]
 BitsOption = Annotated[
@@ -62,12 +73,12 @@ def tune(
     bits: BitsOption = None,
     kl: KlOption = None,
     method: CandidateOption = None,
-    rows: RowsOption = 4,
-    check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, which check the recipe.")] = 8,
-    tokens: TokensOption = 1024,
-    steps: StepsOption = 64,
-    batch: BatchOption = 32,
-    at_tokens: AtTokensOption = 4096,
+    rows: RowsOption = ROWS,
+    check_rows: CheckRowsOption = CHECK_ROWS,
+    tokens: LongRowsOption = None,
+    steps: StepsOption = STEPS,
+    batch: BatchOption = BATCH,
+    at_tokens: AtTokensOption = AT_TOKENS,
     check_text: Annotated[
         Path | None,
         typer.Option("--check-text", help="File with text for the check.", show_default="other rows of --text"),
@@ -87,7 +98,7 @@ def tune(
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--output {output}: a recipe is a .yaml file")
     from qattn_hf.compare import find_recipes, read_as
-    from qattn_hf.fidelity.tune import check_candidates
+    from qattn_hf.fidelity.tuner import check_candidates
     from qattn_hf.methods import measured_settings
     from qattn_hf.tune import Budget
     from qattn_hf.tune import tune as find
@@ -99,11 +110,11 @@ def tune(
     check_candidates(candidates)
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
-    decide, check = texts(tokenizer, text, check_text, rows, check_rows, tokens)
+    decide, check = texts(tokenizer, text, check_text, rows, check_rows, tokens or tokens_for(lm.config))
     with status_line() as progress:
         tuned = find(
             lm, candidates, read_as(decide, batch=batch), read_as(check, steps=steps, batch=batch), budget,
-            references=find_recipes([REFERENCE]), dtype=own_dtype, progress=progress,
+            dtype=own_dtype, progress=progress,
         )  # fmt: skip
     output.write_text(f"{header(tuned, short_name(name), budget.at_tokens)}{tuned.recipe.as_yaml()}", encoding="utf-8")
     if as_json:
@@ -112,6 +123,11 @@ def tune(
         show(tuned)
         print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
     write_trials(tuned, short_name(name), trials, picture)
+
+
+def tokens_for(config: Any) -> int:
+    """Return the default number of tokens of a row for a model."""
+    return min(TOKENS, positions_of(config) or TOKENS)
 
 
 def texts(
@@ -147,14 +163,14 @@ def header(tuned: Tuned, model: str, at_tokens: int) -> str:
 
 
 def measured_rows(tuned: Tuned, model: str) -> list[dict[str, Any]]:
-    """Rows of the recipe on the text that decided, then of the recipe and the references on other text."""
+    """Rows of the recipe on the text that decided, then on other text."""
     first = {"on": "rows that decided", "predicted_kl": tuned.predicted, **tuned.measured}
     rows = [first, *({"on": "other rows", **row} for row in tuned.checked)]
     return [{"model": model, **{key: value for key, value in row.items() if key != "layers"}} for row in rows]
 
 
 def show(tuned: Tuned) -> None:
-    """Print the choice for each layer, then the recipe and the references on rows that it was not tuned on."""
+    """Print the choice for each layer, then the recipe on rows that it was not tuned on."""
     from rich.console import Console
     from rich.table import Table
 
@@ -168,6 +184,8 @@ def show(tuned: Tuned) -> None:
         heads = (" ".join(map(str, low)) for low in (option.k_low, option.v_low))
         chosen.add_row(str(layer), option.candidate, *heads, f"{option.kl:.6f}")
     console.print(chosen)
+    if tuned.uniform is not None:
+        print("Best of one candidate for all layers: {}, KL predicted {:.6f}.".format(*tuned.uniform))
     print(
         f"KL predicted {tuned.predicted:.6f}, measured {tuned.measured['kl']:.6f} on the same rows; on "
         f"{tuned.checked[0]['rows']} rows that it was not tuned on:"

@@ -7,6 +7,8 @@ cache lower acceptance. The text is always written by the model, so acceptance c
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import PreTrainedModel
 
@@ -81,6 +83,27 @@ def compare_drafts(
         shares, yields = ({side: pair[i] for side, pair in found.items()} for i in range(2))
         rows.append({"method": name, **given, "accepted": shares, "per_call": yields})
     return rows
+
+
+def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """Return a draft model of a model's first layers, its norm and its head, as `assistant_early_exit` drafts.
+
+    The draft shares the model's weights.
+
+    Raises:
+        QAttnError: the model has no more than `layers` layers.
+    """
+    has = model.config.get_text_config().num_hidden_layers
+    if not 0 < layers < has:
+        raise QAttnError(f"a draft of {layers} layers: the model has {has}, and a draft needs fewer, but at least one")
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    draft = copy.deepcopy(model, shared)
+    draft.get_decoder().layers = draft.get_decoder().layers[:layers]
+    config = draft.config.get_text_config()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return draft
 
 
 def guessed(draft: PreTrainedModel, prompt: torch.Tensor, text: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,7 @@ def compare(
     *,
     at_tokens: int = 4096,
     dtype: torch.dtype | None = None,
+    by_layer: bool = True,
     progress: Progress = lambda what: None,
 ) -> list[Row]:
     """Compare recipes with full precision on a text.
@@ -99,24 +100,25 @@ def compare(
         recipes: recipes by name, as `find_recipes` makes them.
         reading: rows of text, as `read_as` makes it. at_tokens: context length for which bits and bytes are counted.
         dtype: precision in which the model will run, if it differs from the precision measured here.
+        by_layer: whether to measure layer by layer as well, which takes as long as one more recipe for each recipe.
         progress: called with a text before each step.
 
     Returns:
         One dict for each recipe, in order, for `print_table` and `draw`. `method` is the name. `kl` (in nats per
-        token), `same_top1`, `rms_change` and the perplexities are for the whole model. `attention`, `layers`,
-        `effective_bits`, `effective_bits_total` and `kv_bytes` are for the packed layers. `own_layers` is the number of
-        unpacked layers. `pareto` says whether the recipe is on the Pareto front.
+        token), `same_top1`, `rms_change` and the perplexities are for the whole model. `attention`, `layers` (both only
+        with `by_layer`), `effective_bits`, `effective_bits_total` and `kv_bytes` are for the packed layers.
+        `own_layers` is the number of unpacked layers. `pareto` says whether the recipe is on the Pareto front.
 
     Raises:
         QAttnError: a recipe packed nothing of the text, or the model is patched.
     """
     recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
     tokens: dict[str, list[Tokens]] = {name: [] for name in recipes}
-    shadows = ShadowCaches(model, recipes, reading.first)
+    shadows = ShadowCaches(model, recipes if by_layer else {}, reading.first)
     sizes: dict[str, Row] = {}
     for i, ids in enumerate(reading.groups()):
         group = f"rows {i * reading.batch + 1} to {i * reading.batch + len(ids)}"
-        progress(f"{group}: full precision, layer by layer")
+        progress(f"{group}: full precision{', layer by layer' if by_layer else ''}")
         shadows.renew()
         with observed(model, shadows, shadows.windows):
             full = full_logits(model, ids, reading)
@@ -127,7 +129,6 @@ def compare(
             sizes[name] = _sizes(cache, at_tokens, dtype or model.dtype)
     rows = []
     for name, recipe in recipes.items():
-        layers = {i: sums.figures() for i, sums in shadows.sums[name].items()}
         rows.append(
             {
                 "method": name,
@@ -136,13 +137,21 @@ def compare(
                 "tokens": reading.ids.shape[1],
                 "scored_from": reading.first,
                 **text_figures({key: torch.cat([t[key] for t in tokens[name]]) for key in tokens[name][0]}),
-                "attention": over_layers(list(layers.values())),
-                "layers": [{"layer": i, **figures} for i, figures in layers.items()],
+                **(_attention(shadows.sums[name]) if by_layer else {}),
                 **sizes[name],
             }
         )
     best = pareto([(row["effective_bits_total"], row["kl"]) for row in rows])
     return [{**row, "pareto": i in best} for i, row in enumerate(rows)]
+
+
+def _attention(sums: dict[int, AttentionSums]) -> Row:
+    """Return the figures of attention outputs, over layers and by layer."""
+    layers = {i: of_layer.figures() for i, of_layer in sums.items()}
+    return {
+        "attention": over_layers(list(layers.values())),
+        "layers": [{"layer": i, **figures} for i, figures in layers.items()],
+    }
 
 
 def through(

@@ -1,8 +1,8 @@
 """Estimate the KL of candidates that were not tried in a layer from their errors of the attention output.
 
-One reading gives the errors of all candidates (`compare.ShadowCaches`). Layers differ in how much an error costs. So
-the KLs of the smallest and of the largest error in a layer are measured. Between these two points log KL is taken as
-linear in log error.
+One reading gives the errors of all candidates (`screening`). Layers differ in how much an error costs. So the KLs of
+the smallest and of the largest error in a layer are measured. Between these two points log KL is taken as linear in
+log error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 Key = TypeVar("Key")
-APART = 1.5  # ratio of two errors from which their KLs give the slope; below it KL grows as the squared error
+APART = 1.5  # squared errors with a larger ratio give the slope; for closer ones KL is proportional to them
 TINY = 1e-12
 
 
@@ -45,11 +45,6 @@ def estimated(errors: dict[Key, float], measured: dict[Key, float]) -> dict[Key,
     return {**line, **measured}
 
 
-def fewer(at: Sequence[int], first: int, most: int = 10) -> list[int]:
-    """Return boundaries of longer chunks for a reading with `most` chunks or more.
-
-    All columns before `first`, the first scored token, become one chunk. After it every two chunks become one."""
-    if len(at) <= most:
-        return list(at)
-    start = next(i for i, column in enumerate(at) if column >= first)
-    return sorted({0, *at[start : len(at) - 1 : 2], at[-1]})
+def fewer(at: Sequence[int], most: int = 12) -> list[int]:
+    """Return boundaries of at most `most` chunks, for a reading with more: several chunks become one."""
+    return sorted({*at[:: -(-(len(at) - 1) // most)], at[-1]})

@@ -78,7 +78,9 @@ class HeadLosses:
     v: list[float] = field(default_factory=list)
 
     def ladder(self, side: list[float]) -> Iterator[tuple[Heads, float]]:
-        """Yield sets of 2-bit heads with their expected loss beyond 4 bits. Each set adds the next more sensitive head.
+        """Yield sets of 2-bit heads of one side, whose KLs `side` has, with their expected loss beyond 4 bits.
+
+        The first set is empty, and each further set adds the head that loses least among the others.
 
         Errors of heads are assumed to be independent, so losses add up. A gain counts as 0.
         """

@@ -110,8 +110,8 @@ def answers(model: PreTrainedModel, maker: PromptMaker, prompt: Prompt, chunk: i
     texts = []
     for question in prompt.questions:
         # copy the cache, so the next question does not read this question and its answer
-        behind = cache if prompt.chained else copy.deepcopy(cache)
-        written = roll_out(model, torch.tensor([question.ids], device=ids.device), question.room, GREEDY, cache=behind)
+        asked = cache if prompt.chained else copy.deepcopy(cache)
+        written = roll_out(model, torch.tensor([question.ids], device=ids.device), question.room, GREEDY, cache=asked)
         texts.append(maker.tokenizer.decode(written.ids[0]))
     return texts, cache
 

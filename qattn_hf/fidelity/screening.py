@@ -1,4 +1,4 @@
-"""Measure the errors of all candidates in all layers during one reading of a model in full precision."""
+"""Measure recipes on all layers at once, and their errors in each layer, during one reading of a model."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.attention.model_constants import Passes, constants
-from qattn_hf.attention.observe import Call, check_observed, observed, packed_layers
+from qattn_hf.attention.observe import check_observed, packed_layers
 from qattn_hf.cache.cache import QAttnCache
 from qattn_hf.model.device import device_of
-from qattn_hf.reading.chunks import feed
-from qattn_hf.reading.metrics import AttentionSums
-from qattn_hf.reading.stacked import Member, StackedLayers
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.reading.sensitivity import Trial, losses
 from qattn_hf.reading.texts import Reading
 from qattn_hf.recipes.recipe import Recipe, check_packs
-from qattn_kernels.layout import Geometry, State
+from qattn_kernels.layout import State
 
 
 class Screening:
-    """Errors and sizes of recipes from one reading. Each layer is judged on its full-precision inputs.
+    """Losses and errors of recipes from one reading. Each layer is judged on its full-precision inputs.
 
     Args:
         model: unpatched model. It is left unchanged.
         recipes: recipes by name, computed by the reference.
-        reading: rows of text, read at once.
 
     Attributes:
         specs, constants: specs and constants of all layers of the model, by recipe.
-        sums: errors of attention outputs by recipe and packed layer.
-        squares: the same errors squared, of each KV head, fp64 `[Hkv]`.
-        packed: for each recipe, the packed tokens of all rows in the layer that packed fewest.
-        geometries: geometry of each packed layer with these rows.
+        wholes: KL of each recipe on all packed layers, in nats per token. Empty until `read`.
+        squares: squared errors of attention outputs by recipe and packed layer, of each KV head, fp32 `[Hkv]`. Empty
+            until `read`.
 
     Raises:
         UnsupportedError: the model has packed sliding windows.
     """
 
-    def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], reading: Reading):
-        device, layers, passes = device_of(model).type, packed_layers(model), Passes()
+    def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe]):
+        device, passes = device_of(model).type, Passes()
+        self.model, self.names = model, list(recipes)
         self.specs: dict[str, list[Any]] = {}
         self.constants: dict[str, list[State]] = {}
         for name, recipe in recipes.items():
@@ -48,34 +46,19 @@ class Screening:
             self.specs[name] = found.layer_specs(model.config, device)
             check_observed(QAttnCache(self.specs[name], found, None, device))
             self.constants[name] = constants(model, self.specs[name], passes)
-        self.sums = {name: {i: AttentionSums() for i in layers} for name in recipes}
+        self.heads = {i: head_sizes(model.config, i).kv for i in packed_layers(model)}
+        self.wholes: dict[str, float] = {}
         self.squares: dict[str, dict[int, torch.Tensor]] = {name: {} for name in recipes}
-        self.places = [(name, i) for name in recipes for i in layers]
-        members = [Member(i, self.specs[name][i], self.constants[name][i]) for name, i in self.places]
-        stacked = StackedLayers(members, device)
-        self._read(model, reading, stacked)
-        self.packed: dict[str, int] = {}
-        for (name, _), tokens in zip(self.places, stacked.packed_tokens(), strict=True):
-            self.packed[name] = min(tokens, self.packed.get(name, tokens))
 
-    def _read(self, model: PreTrainedModel, reading: Reading, stacked: StackedLayers) -> None:
-        calls: dict[int, Call] = {}
-        with observed(model, lambda call: calls.update({call.layer: call})):
-            for chunk in feed(model, reading.ids.to(device_of(model)), reading.at, unscored=len(reading.ids[0])):
-                skip = max(0, reading.first - chunk.start)
-                for (name, layer), out in zip(self.places, stacked.outputs(calls), strict=True):
-                    if skip < out.shape[1]:
-                        self._add(name, calls[layer], out, skip)
-        self.geometries = {i: _geometry(call) for i, call in calls.items()}
+    def read(self, reading: Reading) -> None:
+        """Measure the recipes on rows of text."""
+        trials = [[Trial(i, self.specs[name][i], self.constants[name][i]) for i in self.heads] for name in self.names]
+        self.wholes = dict(zip(self.names, losses(self.model, trials, reading, self._add), strict=True))
 
-    def _add(self, name: str, call: Call, out: torch.Tensor, skip: int) -> None:
-        """Add a member's output, without the first `skip` tokens."""
-        self.sums[name][call.layer].add(call.out[:, skip:], out[:, skip:])
-        square = (out - call.out)[:, skip:].double().square().sum((0, 1, 3)).unflatten(0, (call.keys.shape[1], -1))
-        before = self.squares[name].get(call.layer)
-        self.squares[name][call.layer] = square.sum(1) if before is None else before + square.sum(1)
-
-
-def _geometry(call: Call) -> Geometry:
-    batch, heads, _, k_dim = call.keys.shape
-    return Geometry(batch, heads, k_dim, call.values.shape[-1], 1, call.keys.dtype)
+    def _add(self, recipe: int, layer: int, error: torch.Tensor) -> None:
+        """Add the squared error of some tokens. Does not wait for the device."""
+        if layer not in self.heads:
+            return  # it reads the keys and values of a packed layer
+        square = error.float().square().sum((0, 1, 3)).view(self.heads[layer], -1).sum(1)
+        squares = self.squares[self.names[recipe]]
+        squares[layer] = squares[layer] + square if layer in squares else square

@@ -22,10 +22,9 @@ from qattn_kernels.step.states import Tensors, largest_bytes, reorder_arena, reo
 
 
 def with_room(blocks: int) -> int:
-    """Return the capacity, in blocks, of a growing layer that must hold `blocks`: rounded up to a quarter of a power of
-    two.
+    """Return the capacity, in blocks, of a growing layer that must hold `blocks`: at most a quarter more.
 
-    A cache that grows token by token is thus copied rarely.
+    Capacities are multiples of a quarter of a power of two. A cache that grows token by token is thus copied rarely.
     """
     quarter = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
     return -(-blocks // quarter) * quarter

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from qattn_hf.layer.layer import QAttnLayer
-from qattn_kernels.layout import State
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State, Window
 from qattn_kernels.step.states import at_slots, bool_to_bits, to_bits
 
 # dtypes of lengths and positions; quantized values and scales have other dtypes
@@ -21,7 +22,7 @@ def fill(layer: QAttnLayer, length: int) -> None:
         ValueError: `length` exceeds the capacity.
     """
     window, state = layer.spec.window, layer.state
-    closed = max(0, length - window.residual) // window.span * (window.span // window.block)
+    closed = closed_blocks(window, length)
     if length > layer.capacity:
         raise ValueError(f"{length} tokens do not fit into a layer of {layer.capacity}")
     for name, tensor in state.items():
@@ -41,6 +42,17 @@ def fill(layer: QAttnLayer, length: int) -> None:
     if layer.spec.sink_pool.num and closed:
         _fill_sinks(layer, closed)
     layer._used = layer._slots_used()
+
+
+def closed_blocks(window: Window, length: int) -> int:
+    """Return the number of packed blocks of a row of `length` tokens."""
+    return max(0, length - window.residual) // window.span * (window.span // window.block)
+
+
+def packed_tokens(spec: LayerSpec, length: int) -> int:
+    """Return the number of packed tokens of a row of `length` tokens."""
+    windowed = spec.k.windowed or spec.v.windowed
+    return closed_blocks(spec.window, length) * spec.window.block if windowed else length
 
 
 def _fill_sinks(layer: QAttnLayer, closed: int) -> None:

@@ -105,8 +105,8 @@ def first_columns(layer: Any) -> torch.Tensor:
     first = layer.state["columns_seen"] - layer.state["length"]
     if columns(layer)[1] != int(first.max()):
         raise UnsupportedError(
-            "columns of this cache are no tokens of its rows: keep removed some before, or a call had padding on the "
-            "right. Read the prompt into a fresh cache, and keep once"
+            "columns of this cache do not map to tokens of its rows: keep removed some before, or a call had padding "
+            "on the right. Read the prompt into a fresh cache, and keep once"
         )
     return first
 

@@ -71,11 +71,10 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self._state: State | None = None
         self.edits, self.torn = 0, False  # number of changes; whether one began and did not end
         # Upper bound of the slots that any row uses, kept on the host so that steps need not wait for the device. None:
-        # compiled steps may have run, so the bound is read from the device first. It stays None after a capture by
-        # anyone but `graph.GraphedCall`, which counts its replays.
+        # compiled steps may have run, so the bound must be read from the device, as with `replayed_by_others`.
         self._used: int | None = 0
-        self._too_high = False  # True if a crop has not lowered the bound
-        self.replayed_by_others = False
+        self._too_high = False  # True after a crop that did not lower the bound
+        self.replayed_by_others = False  # True after a capture by anyone but `GraphedCall`, which counts its replays
         self.prompt_by = spec.impl  # implementation that computed the last prompt
 
     # The contract of Transformers' caches
@@ -125,6 +124,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         return self.state["columns_seen"].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of columns that a mask of Transformers covers, and the first of them."""
         return self.capacity, 0
 
     def get_max_length(self) -> int:
@@ -178,7 +178,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             self.cut(count)
 
     def cut(self, count: int) -> None:
-        """Do `remove` on a layer that owns its arena. The caller counts the edit."""
+        """Remove the last `count` columns of a layer that owns its arena. The caller counts the edit."""
         assert self.arena is not None
         crop(self.state, self.spec, count, self.arena, self._layout)
         self._too_high = True
@@ -250,7 +250,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         return packed | self.beside()
 
     def beside(self) -> dict[str, tuple[torch.Tensor, int | None]]:
-        """Return the part of `state_tensors` that is outside the arena; none in this class."""
+        """Return the tensors of `state_tensors` that are not in the arena; none in this class."""
         return {}
 
     def reserve(self, tokens: int) -> int:
@@ -325,8 +325,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     # Internals
 
     def _fixed_step(self, handle: Handle, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a compiled or captured step as one operator with arguments `call`."""
-        # in a capture, `reserve` has made room
+        """Run a compiled or captured step as one operator with arguments `call` (`step.operator.attend`)."""
+        # in a capture, `reserve` has compacted the window before; a compiled step compacts inside the operator
         window = window_of(self.spec) if torch.compiler.is_compiling() else None
         if not self.shared and window is None:
             return attend(*call)

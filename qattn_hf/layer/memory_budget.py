@@ -22,7 +22,7 @@ from qattn_kernels.layout import Geometry
 Spec = TypeVar("Spec")
 BEGIN = 8  # bits of new blocks
 MOST = 2**32  # upper bound of a row's blocks
-SPARE = 32  # reduce this fraction more blocks than needed, so that it happens rarely
+SPARE = 32  # make room for one part in SPARE more blocks than needed, so that blocks are repacked rarely
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def stages(spec: BudgetLayerSpec) -> list[tuple[int, int]]:
 
 
 def at_stage(spec: BudgetLayerSpec, stage: int, aged: int = 0) -> BudgetLayerSpec:
-    """Return the spec at a stage, with the first `aged` blocks of each row at the next stage."""
+    """Return the spec at a stage (an index of `stages`), with the first `aged` blocks of each row at the next stage."""
     steps = stages(spec)
     bits, following = steps[stage], steps[min(stage + 1, len(steps) - 1)]
 
@@ -94,9 +94,13 @@ def stage_of(spec: BudgetLayerSpec) -> int:
 
 
 def arranged(spec: BudgetLayerSpec, geometry: Geometry, need: int, wish: int) -> tuple[BudgetLayerSpec, int]:
-    """Return the spec with the most bits at which `need` blocks per row fit, and the capacity.
+    """Return the spec with the most bits at which `need` blocks per row fit, and the capacity in blocks.
 
-    The capacity is the number of blocks that fit, up to `wish`.
+    Args:
+        spec: the current spec; bits never grow.
+        geometry: sizes of the layer; its number of blocks is ignored.
+        need: blocks per row that must fit.
+        wish: largest capacity to return, if it fits.
 
     Raises:
         CapacityError: `need` blocks do not fit at the fewest bits.

@@ -81,8 +81,8 @@ def rows_of(layer: Any, rows: torch.Tensor) -> Rows:
 class ModelLayer:
     """Base of unpacked layers: what `QAttnCache` needs from a layer that keeps a state of Transformers.
 
-    The state is in bf16 or fp16, like the model. The batch is the first dimension of its tensors. New tokens replace
-    the tensors, so steps over these layers are not captured.
+    The state has the model's dtype. The batch is the first dimension of its tensors. New tokens replace the tensors, so
+    steps over these layers are not captured.
 
     Attributes:
         spec: kind and sizes of the layer.
@@ -132,8 +132,8 @@ class ModelLayer:
         self.__dict__ = vars(new_layer(self.spec))  # one assignment, so an interrupt cannot split it
 
     def mark(self, bytes_too: bool) -> Mark:
-        """Return the layer's state before an operation. `bytes_too` matters only to packed layers: states in dicts are
-        always copied."""
+        """Return the layer's state before an operation. `bytes_too` matters only to packed layers: calls replace these
+        tensors, and states in dicts are always copied."""
         return Mark(attributes(self))
 
     def before_call(self, tokens: int) -> Mark:

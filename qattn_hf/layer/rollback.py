@@ -13,8 +13,9 @@ from qattn_hf.layer.model_layer import ModelLayer
 
 
 def columns(layer: Packed) -> tuple[int, int]:
-    """Return the columns fed to a layer, padding included, and the columns up to the last padding. Waits for the
-    device."""
+    """Return the number of columns fed to a layer, padding included, and the number up to its last padding column.
+
+    Waits for the device."""
     seen, padded = torch.stack([layer.state["columns_seen"], layer.state["padded"]]).tolist()
     return seen, padded
 

@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts of a layer on the host, before an operation that changes nothing on the device."""
+    """Attributes of a layer on the host, by name, before an operation that must not count them, such as a warm-up."""
 
     host: dict[str, Any]
 

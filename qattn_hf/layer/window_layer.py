@@ -143,11 +143,12 @@ class WindowLayer(QAttnLayer):
         return used
 
     def _all_bytes(self) -> Mark:
-        """Return the layer's state before an operation that may move its blocks."""
+        """Return a mark with a copy of the whole arena, before an operation that may move blocks."""
         assert self.arena is not None
         return self.mark(bytes_too=False)._replace(kept=self.arena.clone())
 
     def _behind(self, tokens: int) -> int:
+        """Return an upper bound of the blocks that no query of a row of `tokens` tokens sees again."""
         return most_left_behind(self.spec.window, self.spec.sliding_window, tokens)
 
     def _attend_long(

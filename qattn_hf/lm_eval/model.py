@@ -18,7 +18,7 @@ from qattn_hf.cache.reporting import report
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval.arguments import split_arguments
 from qattn_hf.lm_eval.scoring import Text, packed_by_row, score
-from qattn_hf.lm_eval.usage import Usage
+from qattn_hf.lm_eval.usage import Usage, held_by
 from qattn_hf.messages.origin import versions
 from qattn_hf.model._compat import CACHE
 from qattn_hf.patching.patcher import patch, unpatch
@@ -57,6 +57,8 @@ class QAttnLM(HFLM):
                 self.recipe = self.model._qattn.recipe
         self.usages: dict[str, Usage] = {}
         self.usage = Usage()
+        self._task_of: dict[str, str] = {}  # by context
+        self._tasks: list[str] = []  # of the rows of a batch
         log.info("qattn: %s", self.mode)
 
     @property
@@ -89,8 +91,14 @@ class QAttnLM(HFLM):
         return self._by_task(requests, lambda part: self._rolling(part, disable_tqdm))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers, as HFLM does, task by task. Each batch is one `generate` with a new cache."""
-        return self._by_task(requests, lambda part: super(QAttnLM, self).generate_until(part, disable_tqdm))
+        """Generate answers, as HFLM does. Each batch is one `generate` with a new cache, and may mix tasks."""
+        self._task_of = {request.args[0]: request.task_name or "" for request in requests}
+        return super().generate_until(requests, disable_tqdm)
+
+    def tok_batch_encode(self, strings: list[str], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode contexts of a batch, as HFLM does, and note their tasks for `_model_generate`."""
+        self._tasks = [self._task_of.get(text, "") for text in strings]
+        return super().tok_batch_encode(strings, *args, **kwargs)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return HFLM's information, and under `qattn` the mode, recipe, implementation, versions and usage by task.
@@ -177,7 +185,7 @@ class QAttnLM(HFLM):
             rows, cache = score(self.model, texts, self.chunk, self.tokenizer.pad_token_id or 0, self.softmax_dtype)
         usage = self.usage
         usage.seconds += time.perf_counter() - began
-        usage.add_cache(cache)
+        usage.add_held(held_by(cache))
         usage.requests += len(texts)
         usage.tokens += sum(len(text.tokens) for text in texts)
         usage.scored += sum(text.scored for text in texts)
@@ -202,18 +210,18 @@ class QAttnLM(HFLM):
         stock_cache = None
         if not self.packs:  # the cache that `generate` would make, so that its bytes can be counted
             stock_cache = kwargs[CACHE] = DynamicCache(config=self.model.config)
-        real = int(kwargs["attention_mask"].sum())
+        real = kwargs["attention_mask"].sum(1).tolist()
         began = time.perf_counter()
         out = super()._model_generate(context, max_length, stop, **kwargs)
-        written = int((out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum())
-        usage = self.usage
-        usage.seconds += time.perf_counter() - began
+        written = (out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum(1).tolist()
+        seconds = time.perf_counter() - began
         cache = stock_cache if stock_cache is not None else self.model._qattn.last.cache
-        usage.add_cache(cache)
-        usage.requests += len(context)
-        usage.packed_requests += sum(count > 0 for count in packed_by_row(cache))
-        usage.tokens += real
-        usage.generated += written
+        held = held_by(cache)
+        packed = packed_by_row(cache) or [0] * len(context)
+        for task in dict.fromkeys(self._tasks):
+            self.usages.setdefault(task, Usage()).add_held(held)
+        for task, tokens, generated, kept in zip(self._tasks, real, written, packed, strict=True):
+            self.usages[task].add_generated(tokens, generated, kept, seconds / len(context))
         return out
 
     def _autocast(self) -> torch.autocast:

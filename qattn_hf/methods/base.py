@@ -85,7 +85,7 @@ class Method(BaseModel):
 
     compute: Arithmetic | None = Field(
         None,
-        description="sets prefill_compute and decode_compute; int8 in a method whose default is model: reference only",
+        description="sets the next two at once; int8 in a method that defaults to model: reference only",
     )
     prefill_compute: Arithmetic | None = Field(
         None,
@@ -93,7 +93,7 @@ class Method(BaseModel):
         "model's dtype",
     )
     decode_compute: Arithmetic | None = Field(
-        None, description="calls of at most 32 tokens, such as decode steps, with the same choices"
+        None, description="the same choice for calls of at most 32 tokens, such as decode steps"
     )
     softmax: Literal["exact", "sas"] = Field(
         "exact",
@@ -186,7 +186,7 @@ class Method(BaseModel):
         raise NotImplementedError
 
     def window(self) -> Window:
-        """Return block size, ring of unquantized recent tokens and residual window."""
+        """Return block size, ring of open (recent, not yet packed) tokens and residual window."""
         return Window(horizon=self.crop_horizon)
 
     def sink_pool(self, layer: int) -> SinkPool:
@@ -290,7 +290,7 @@ class RotatedMethod(EqualizedMethod):
 
 
 class WindowedMethod(RotatedMethod):
-    """Base of methods with a ring of unquantized recent tokens. A closing block can leave out attention sinks."""
+    """Base of methods with a ring of open tokens. A closing block can leave out attention sinks."""
 
     moved: ClassVar[dict[str, Moved]] = {
         "sink_select": Moved("smallest_key", ("largest_key", "attention", "random"), for_papers("paper_sinkq")),
@@ -299,7 +299,7 @@ class WindowedMethod(RotatedMethod):
     }
 
     sink_num: int = Field(0, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none")
-    sink_window: int = Field(0, ge=0, le=128, description="latest evicted sinks that are not packed either")
+    sink_window: int = Field(0, ge=0, le=128, description="sinks that left the pool last and stay unpacked too")
     sink_skip_layers: int = Field(0, ge=0, description="first layers without attention sinks")
 
     def sink_pool(self, layer: int) -> SinkPool:

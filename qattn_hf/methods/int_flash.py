@@ -39,7 +39,7 @@ class IntFlash(EqualizedMethod):
     rotate: Rotation = Field("none", description="rotation of queries and keys, which spreads outliers over channels")
     smooth_k: bool = Field(False, description=SMOOTH_K)
     bits: Literal[8, 4] = Field(
-        8, description="of queries and keys; values and weights stay INT8, and with smooth_k a decode's queries"
+        8, description="bits of queries and keys; values and weights stay INT8, as do queries of a decode with smooth_k"
     )
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:

@@ -44,9 +44,9 @@ class Kivi(WindowedMethod):
         Measured("kivi", "trees-decode"),
     )
 
-    bits: Bits = Field(2, description="of K and V")
-    k_bits: Bits | None = Field(None, description="of K alone")
-    v_bits: Bits | None = Field(None, description="of V alone")
+    bits: Bits = Field(2, description="bits of K and V")
+    k_bits: Bits | None = Field(None, description="bits of K, if they differ from bits")
+    v_bits: Bits | None = Field(None, description="bits of V, if they differ from bits")
     group_size: Literal[32, 64, 128] = Field(
         32, description="size of a group with one scale: tokens of K, channels of V"
     )

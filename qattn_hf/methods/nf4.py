@@ -31,7 +31,7 @@ class Nf4(EqualizedMethod):
     )
 
     group_size: Literal[32, 64, 128] = Field(64, description="channels of a token that share a scale")
-    rotate: Rotation = Field("none", description="of keys and values, which makes their channels nearly normal")
+    rotate: Rotation = Field("none", description="rotation of keys and values, which makes channels nearly normal")
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

@@ -51,7 +51,7 @@ class Sage2(Method):
         "v_scale": Moved("block", ("prompt",), for_papers("paper_sage2")),
     }
 
-    bits: Literal[8, 4] = Field(8, description="of queries and keys; Hopper multiplies 4 bits as 8")
+    bits: Literal[8, 4] = Field(8, description="bits of queries and keys; Hopper multiplies 4 bits as 8")
     granularity: Literal["token", "thread", "block"] = Field(
         "thread", description="what shares a scale of queries and keys; thread is the paper's"
     )

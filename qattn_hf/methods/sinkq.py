@@ -35,7 +35,7 @@ class SinkQ(Kivi):
     )
     residual_length: int = Field(32, ge=0, le=128, description="newest tokens that are never packed")
     sink_num: int = Field(3, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none")
-    sink_window: int = Field(32, ge=0, le=128, description="latest evicted sinks that are not packed either")
+    sink_window: int = Field(32, ge=0, le=128, description="sinks that left the pool last and stay unpacked too")
     sink_skip_layers: int = Field(2, ge=0, description="first layers without attention sinks")
 
 

@@ -1,4 +1,4 @@
-"""TurboAttention: FlashQ storage, INT8 attention, SAS softmax (paper: TurboAttention, Kang et al.)."""
+"""FlashQ storage, INT8 attention, and the SAS softmax as an option (paper: TurboAttention, Kang et al.)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Turbo(WindowedMethod):
     )
     measured = (
         Measured("turbo", "quality compare bits decode prefill tune released", record="turbo_sink"),
-        Measured("turbo:bits=mixed", "quality compare bits tune released", record="turbo_sink"),
+        Measured("turbo:bits=mixed", "quality compare bits released", record="turbo_sink"),
         Measured("turbo:bits=2", "quality compare bits released", record="turbo_2"),
         Measured("turbo:sink_num=0", "quality compare bits decode prefill released"),
         Measured("turbo:bits=mixed,sink_num=0", "quality compare bits trees-decode released"),
@@ -70,16 +70,18 @@ class Turbo(WindowedMethod):
         "p_scale": Moved("row", ("tile",), for_papers("paper_turbo")),
     }
 
-    bits: Bits = Field(4, description="of K and V: 4, 2, or mixed, where the least sensitive heads get 2")
-    k_bits: Bits | None = Field(None, description="of K alone")
-    v_bits: Bits | None = Field(None, description="of V alone")
+    bits: Bits = Field(4, description="bits of K and V: 4, 2, or mixed, which gives the least sensitive heads 2")
+    k_bits: Bits | None = Field(None, description="bits of K, if they differ from bits")
+    v_bits: Bits | None = Field(None, description="bits of V, if they differ from bits")
     clip: float = Field(0.0, ge=0, le=1, multiple_of=1 / 16, description=CLIP)
-    n_h: int | None = Field(None, ge=0, description="2-bit heads of a layer in mixed; default half")
+    n_h: int | None = Field(None, ge=0, description="mixed: number of 2-bit heads of a layer; null means half")
     priority: Literal["priority", "min_max", "variation"] = Field(
-        "priority", description="what ranks the heads when a row's first block closes, lowest get 2 bits"
+        "priority", description="mixed: measure that ranks heads when a row's first block closes; the lowest get 2 bits"
     )
-    k_low_heads: HeadLists | None = Field(None, description="2-bit K heads of each layer, the same for all rows")
-    v_low_heads: HeadLists | None = Field(None, description="2-bit V heads of each layer")
+    k_low_heads: HeadLists | None = Field(
+        None, description="mixed: the 2-bit K heads of each layer, the same for all rows"
+    )
+    v_low_heads: HeadLists | None = Field(None, description="mixed: the 2-bit V heads of each layer")
     block_kv: Literal[32, 64, 128] = Field(64, description="tokens of a packed block; 32: reference only")
     block_q: Literal[32, 64, 128] = Field(64, description="queries of a prefill that share a scale")
     buffer_size: int = Field(64, gt=0, le=1024, description="tokens of the INT8 buffer, a multiple of block_kv")
@@ -92,7 +94,7 @@ class Turbo(WindowedMethod):
     sink_num: int = Field(
         3, ge=0, le=8, description="attention sinks per head that are not packed; 0 means none, as in the paper"
     )
-    sink_window: int = Field(8, ge=0, le=128, description="latest evicted sinks that are not packed either")
+    sink_window: int = Field(8, ge=0, le=128, description="sinks that left the pool last and stay unpacked too")
     memory: int | str | None = Field(
         None,
         description="limit for all packed layers together, in bytes or as text such as 12GiB. Blocks begin with 8 "

@@ -1,6 +1,6 @@
 """TurboQuant: rotated vectors, a norm and a codebook (paper: Attention-Gated Value Dequantization, Turney).
 
-As in the authors' released code there is one stage: the residual is not quantized again (QJL).
+As in the authors' released code, there is one stage. QJL, which quantizes the residual again, is left out.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class TurboQuant(EqualizedMethod):
         Measured("turboquant:k_format=turbo4,v_format=turbo4,norm_block=null", "tune"),
     )
 
-    k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or unquantized")
-    v_format: FormatName = Field("turbo4", description="of V, which needs fewer bits than K")
+    k_format: FormatName = Field(
+        "q8", description="format of K: turbo2 to turbo4, llama.cpp's q4 and q8, or unquantized"
+    )
+    v_format: FormatName = Field("turbo4", description="format of V, which needs fewer bits than K")
     norm_block: Literal[16, 32, 64, 128] | None = Field(
         32,
         description="channels that share a norm in turbo formats, at most those rotated together (32 if these are "

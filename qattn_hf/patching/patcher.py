@@ -124,32 +124,44 @@ def _has_budget(settings: dict[str, Any]) -> bool:
 
 
 def _chosen(model: PreTrainedModel, settings: dict[str, Any]) -> Recipe:
-    """Return the recipe chosen within `bits` or `kl`. An earlier patch is removed for the probe and then restored."""
+    """Return the recipe chosen within `bits` or `kl`. An earlier patch is set aside for the probe."""
     from qattn_hf.choosing.choose import check_budget, choose, warn_of_whole_bits  # this module patches models
 
     bits, kl, shared = check_budget(settings)
     warn_of_whole_bits(bits, stacklevel=5)
-    if not hasattr(model, "_qattn"):
-        return choose(model, bits, kl, shared)
-    earlier = patch_of(model).recipe
-    unpatch(model)
+    earlier = _set_aside(model)
     try:
         return choose(model, bits, kl, shared)
     finally:
-        patch(model, recipe=earlier)
+        _put_back(model, earlier)
 
 
 def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:
-    """Compute `constants` of a model. An earlier patch is removed first, and restored if this fails."""
-    earlier = model._qattn.recipe if hasattr(model, "_qattn") else None
-    if earlier is not None:
-        unpatch(model)
+    """Compute `constants` of a model. An earlier patch is removed first, and put back if this fails."""
+    earlier = _set_aside(model)
     try:
-        return model_constants.constants(model, specs)
+        found = model_constants.constants(model, specs)
     except Exception:  # restore the model after any error, and raise it again
-        if earlier is not None:
-            patch(model, recipe=earlier)
+        _put_back(model, earlier)
         raise
+    if earlier is not None:
+        earlier.release()
+    return found
+
+
+def _set_aside(model: PreTrainedModel) -> Patched | None:
+    """Remove an earlier patch but keep its caches, and return it for `_put_back`. None if there is none."""
+    if not hasattr(model, "_qattn"):
+        return None
+    earlier = patch_of(model)
+    detach(model)
+    return earlier
+
+
+def _put_back(model: PreTrainedModel, earlier: Patched | None) -> None:
+    """Install a patch again that `_set_aside` returned."""
+    if earlier is not None:
+        attach(model, earlier)
 
 
 def _note_unused(model: PreTrainedModel) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from qattn_hf.planning.caching_allocator import ROUNDING, Block, CachingAllocator
 
@@ -34,9 +34,9 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before:
+        before = {x.untyped_storage()._cdata for x in _tensors_in((*args, *(kwargs or {}).values()))}
+        for x in _tensors_in((out,)):
+            if x.untyped_storage()._cdata not in before:
                 self._count(x.untyped_storage())
         return out
 
@@ -59,3 +59,12 @@ class LiveMemory(TorchDispatchMode):
         self.now -= n_bytes
         if self._allocator is not None and block is not None:
             self._allocator.free(block)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results of an operation, which may be lists of tensors."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)

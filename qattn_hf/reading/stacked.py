@@ -69,13 +69,6 @@ class Stack:
         out = parts[0]._replace(query=query, keys=keys, values=values, scores=scores).packed_out(self.packed)
         return dict(zip(self.members, out.chunk(len(parts), 2 if self.dim else 0), strict=True))
 
-    def packed_tokens(self) -> int:
-        """Return the packed tokens of all rows of the member that packed fewest."""
-        state, spec = self.packed.state, self.packed.spec
-        tokens = state["block_len"].sum(-1) if spec.k.windowed or spec.v.windowed else state["length"]
-        rows = len(tokens) if self.dim else len(tokens) // len(self.members)
-        return int(tokens.view(-1, rows).sum(1).min())
-
 
 class StackedLayers:
     """Packed layers of any specs, fed with the calls of a model in full precision.
@@ -98,11 +91,6 @@ class StackedLayers:
         if self.stacks is None:
             self.stacks = self._stacks(calls)
         found = {i: out for stack in self.stacks for i, out in stack.outputs(calls).items()}
-        return [found[i] for i in range(len(self.members))]
-
-    def packed_tokens(self) -> list[int]:
-        """Return `Stack.packed_tokens` for each member."""
-        found = {i: stack.packed_tokens() for stack in self.stacks or () for i in stack.members}
         return [found[i] for i in range(len(self.members))]
 
     def _stacks(self, calls: Mapping[int, Call]) -> list[Stack]:

@@ -135,7 +135,7 @@ class Recipe:
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
     def layer_specs(
-        self, config: PretrainedConfig, device_type: str = "cpu", shard: Shard = ALL
+        self, config: PretrainedConfig, device_type: str = "cpu", shard: Shard = ALL, paged: bool = False
     ) -> list[LayerSpec | ModelLayerSpec]:
         """Return one spec for each layer of a model. An unpacked layer has a `ModelLayerSpec`.
 
@@ -145,6 +145,7 @@ class Recipe:
             config: the model's config.
             device_type: `cuda` or `cpu`, where the model will run.
             shard: the KV heads of this process, for a model split by tensor parallelism.
+            paged: True for continuous batching, where no window stays in a stock cache.
 
         Raises:
             RecipeError: a setting does not fit the model: a list of heads of another length, settings for layers that
@@ -170,7 +171,7 @@ class Recipe:
         self._check_choices(layers)
         try:
             unquantized = partial(packed, settings=self._unquantized())
-            kept = decide(own, self.settings, device_type, packed, unquantized)
+            kept = decide(own, self.settings, device_type, packed, unquantized, paged)
             specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
         except UnsupportedError:
             raise

@@ -27,6 +27,7 @@ def decide(
     device_type: str,
     packed: Callable[[int], LayerSpec],
     unquantized: Callable[[int], LayerSpec],
+    paged: bool = False,
 ) -> Layers:
     """Return what each layer keeps unpacked, a spec for each window in the packed cache, and None for other layers.
 
@@ -35,6 +36,7 @@ def decide(
         settings: settings of the recipe, with its `sliding`.
         device_type: `cuda` or `cpu`, where the model will run.
         packed, unquantized: functions that return the spec of a layer, by its index, as if it had no window.
+        paged: True for continuous batching, which has no stock cache: exact windows are packed, unquantized.
 
     Raises:
         UnsupportedError: the setting is `packed` and a layer cannot be packed. The message says why.
@@ -43,7 +45,7 @@ def decide(
     if not windows:
         return [*own]
     exact = settings.sliding == "exact"
-    if exact and (why := why_stock(own, settings, device_type, packed, unquantized)):
+    if exact and not paged and (why := why_stock(own, settings, device_type, packed, unquantized)):
         stock = {i: replace(kept, why=f"sliding='exact': {why}") for i, kept in windows.items()}
         return [stock.get(i, kept) for i, kept in enumerate(own)]
     specs = {i: _window(kept, (unquantized if exact else packed)(i), exact) for i, kept in windows.items()}

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from qattn_hf.cache.reporting import report
 from qattn_hf.errors import QAttnError
 from qattn_hf.generate.continuous.admission import EngineError, RequestError
+from qattn_hf.generate.continuous.pages import page_bytes
 from qattn_hf.messages import size
 from qattn_hf.server.engine import Engine, Stream
 from qattn_hf.server.refusals import Refused
@@ -106,7 +106,7 @@ class Batching(Engine):
 
 def _bits(manager: Any) -> float:
     """Bits of a value in the pool's blocks."""
-    shapes = [layout.geometry for layout in manager.page_layouts]
+    layouts = manager.pages.pooled or manager.pages.every
+    shapes = [layout.geometry for layout in layouts]
     values = sum(shape.heads * (shape.k_dim + shape.v_dim) for shape in shapes)
-    block: int = report(manager.model).to_dict()["continuous_batching"]["bytes_per_block"]
-    return 8 * block / (manager.pool.block_tokens * values)
+    return 8 * sum(map(page_bytes, layouts)) / (manager.pages.block * values)

@@ -389,7 +389,8 @@ def history(row: Row, impl: str) -> torch.Tensor:
     cache.batch_select_indices([1])
     cache = pickled(copy.deepcopy(cache))
     found.append(after(model, cache, OTHER[:1].to(DEVICE)))
-    with contextlib.nullcontext() if row.sliding != "exact" else asked(row, "crop"):
+    kept = any(isinstance(layer, WindowLayer) for layer in cache.layers)  # a GPU keeps exact windows there as well
+    with contextlib.nullcontext() if kept else asked(row, "crop"):
         cache.crop(-OTHER.shape[1])
     found.append(after(model, cache, OTHER[1:].to(DEVICE)))
     return torch.cat(found, 1)

@@ -261,12 +261,12 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return ((q.double() @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
-def check_errors(case: Case, kind: str, tokens: int) -> None:
+def check_errors(case: Case, kind: str, tokens: int, dim: int = 128 if ON_GPU else 64, group: int = 4) -> None:
     """Check the error against fp64 attention over the dequantized format: at most 1.5 times the reference's error, or a
     quarter of the codes' error. The check uses many rows, because a few tokens may have small errors by chance."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     rows, heads = (1, 2 if tokens > 5000 else 16) if ON_GPU else (1, 1)
-    full = inputs(rows, tokens, heads, group=4, dim=128 if ON_GPU else 64, kind=kind)
+    full = inputs(rows, tokens, heads, group, dim, kind)
     q, k, v = (x.to(dtype) for x in full)
     one, other = make_layer(case, tokens + 64, heads), make_layer(case, tokens + 64, heads)
     for layer in (one, other):  # everything but the last token, if many without attending

@@ -68,6 +68,12 @@ ON_OTHERS = [
     (gpu(163, (8, 0)), "turboquant", 128, (64, 64, 64, 2, 4)),
     (gpu(163, (8, 0)), "turboquant", 256, (64, 64, 64, 2, 8)),
     (gpu(64), "turbo", 128, (64, 128, 128, 2, 4)),
+    (gpu(227, (9, 0)), "turbo", 512, (64, 64, 64, 2, 8)),
+    (gpu(227, (9, 0)), "turboquant", 512, (64, 32, 32, 2, 8)),
+    (gpu(163, (8, 0)), "turbo", 512, (64, 64, 64, 2, 8)),
+    (gpu(163, (8, 0)), "turboquant", 512, (32, 32, 32, 2, 8)),
+    (gpu(227, (10, 0)), "turbo", 512, (64, 64, 64, 2, 8)),
+    (gpu(227, (10, 0)), "turboquant", 512, (32, 32, 32, 2, 8)),  # the sums of more exceed its tensor memory
 ]
 
 
@@ -109,7 +115,7 @@ def a_size(one: Prefill, dim: int, codes: bool) -> PrefillSizes:
 
 
 def test_some_tiles_fit_every_gpu_that_support_takes():
-    for dim, capability in product((64, 128, 256), [(8, 6), (9, 0)]):
+    for dim, capability in product((64, 128, 256, 512), [(8, 6), (9, 0)]):
         least = gpu(next(kib for most, kib in LEAST_SHARED.items() if dim <= most), capability)
         for kind, width, codes in (("int8", 4, True), ("fp8", 4, True), ("half", 2, False), ("float", 4, False)):
             needs = [prefill_bytes(a_size(one, dim, codes), width, least) for one in prefill_tiles(least, kind, dim)]
@@ -131,6 +137,17 @@ def test_a_gpu_without_room_is_refused_in_words(on: Any, monkeypatch: pytest.Mon
     assert unsupported(spec, 2, 256, 256) == (
         "kernels for head dim 256 need 99 KiB of shared memory a block, and this GPU has 64"
     )
+    wide_blocks = get_method("kivi")(group_size=128).layer_spec(0, 1, 2)
+    on(gpu(163, (8, 0)))
+    assert unsupported(spec, 2, 512, 512) is None
+    assert unsupported(wide_blocks, 2, 512, 512) == (
+        "kernels for head dim 512 and blocks of 128 tokens need 227 KiB of shared memory a block, and this GPU has 163"
+    )
+    on(gpu(99))
+    assert unsupported(spec, 2, 264, 264) == (
+        "kernels for head dim 264 need 163 KiB of shared memory a block, and this GPU has 99"
+    )
+    on(gpu(64))
     monkeypatch.setenv(LIMIT, "32")
     assert unsupported(spec, 2, 64, 64).endswith(f"this GPU has 32 ({LIMIT} limits it)")
 
@@ -176,6 +193,14 @@ def test_every_method_target_and_head_dim_compiles_once():
     assert [row["kernels"] for row in made] == [2] * len(made)
     assert {row["way"] for row in rows if "refused" in row} <= {"sage2"}
     assert max(row["stack"] for row in made) <= MOST_STACK
+
+
+@pytest.mark.slow
+def test_wide_heads_compile():
+    for kernel in ("attend", "decode_kernel"):
+        rows = compiled([80, 90, 100], ["turbo", "int8", "fp8"], [512], kernel)
+        assert max(row["stack"] for row in rows) <= MOST_STACK
+        assert min(row["registers"] for row in rows) > 64  # a kernel that exceeds tensor memory compiles to a trap
 
 
 @pytest.mark.gpu

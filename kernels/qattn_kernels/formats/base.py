@@ -118,6 +118,7 @@ class Format:
     token on arrival.
 
     Attributes:
+        windowed: tokens wait in a ring until their block closes.
         integer: operands are INT8 with one scale per token, for integer products; otherwise floating point.
         fp8: codes are FP8. GPUs below compute capability 8.9 convert them by shifts (`launch.constants.Sizes`).
         block_scales: a prefill sees closed blocks with one scale each.
@@ -218,8 +219,8 @@ class Format:
         return int8_tokens(new.x, self.token_levels)
 
     def requantize(self, x: torch.Tensor) -> Operand:
-        """Quantize fp32 numbers `[..., block, D]`, less a mean that a wrapping format took, as `quantize_tokens`
-        does."""
+        """Quantize fp32 numbers `[..., block, D]` as `quantize_tokens` does. A wrapping format (`smoothed`) has
+        subtracted a mean from them."""
         raise NotImplementedError
 
     def block_form(self, tokens: Operand, state: State) -> Operand:
@@ -333,14 +334,15 @@ def int8_tokens(x: torch.Tensor, levels: int | torch.Tensor = INT8_LEVELS) -> Op
 
 
 def at_fp16_max(stored: torch.Tensor) -> torch.Tensor:
-    """Return `[B, H, NB]`: how many of a block's fp16 numbers `[B, H, NB, ...]` have the largest fp16 magnitude."""
+    """Return int64 `[B, H, NB]`: the count of a block's fp16 numbers `[B, H, NB, ...]` with the largest fp16
+    magnitude."""
     return (stored.abs() == FP16_MAX).flatten(3).sum(-1)
 
 
 def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:
     """Set `arena[b, :, index[b]] = values[b]` for rows with `write` true. `arena` is `[B, H, NB, ...]`."""
     rows = torch.arange(arena.shape[0], device=arena.device)
-    if write.device.type == "cpu" and write.all():  # asking does not wait for the device
+    if write.device.type == "cpu" and write.all():  # on a CPU the host can look without waiting
         arena[rows, :, index] = values.to(arena.dtype)
         return
     kept = arena[rows, :, index]

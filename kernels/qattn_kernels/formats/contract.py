@@ -20,7 +20,8 @@ class Slot(NamedTuple):
     Attributes:
         b, h: row and KV head; in a page pool, `b` is 0.
         index: index of the block among the head's `capacity` blocks.
-        place: place of the head among the heads of its side, from `JitFormat.place` or `locate`.
+        place: where the head's codes are among the heads of its side: with one width, `h`. Heads of 4 bits come before
+            heads of 2 bits, so with both it is the head's rank in that order. From `JitFormat.place` or `locate`.
     """
 
     b: Any
@@ -105,9 +106,9 @@ class JitFormat(NamedTuple):
         locate: `(S, b, h, SIDE, C)`: returns the head's place, its index among heads of its width in all rows, and
             whether that width is the lower one. None: heads are stored in order.
         run: `(S, home, capacity, I, SIDE)`: returns run `I` of the blocks of a head at `home`
-            (`ops.decode.parts.Home`), with `SIDE.WIDTHS[I]` bits: its first block, its end, and the index of the row's
-            first block among the blocks with these bits, even if that block has others. None: all blocks have one
-            width.
+            (`ops.decode.parts.HeadHome`), with `SIDE.WIDTHS[I]` bits: its first block, its end, and the index of the
+            row's first block among the blocks with these bits, even if that block has others. None: all blocks have
+            one width.
         head_numbers: `(format, heads)`: values of `Tensors` that are not in the state; None for unused ones.
         splits_int8: integer products for every `compute`. Queries of both sides are then INT8 pairs.
     """

@@ -1,4 +1,4 @@
-"""Tell kernels which heads of a side have 2 bits."""
+"""Pass integers to kernels, such as the number of 2-bit heads, without a compiled kernel for each value."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.planes import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.jit.math import channels_in_order, spread_channels
-from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
+from qattn_kernels.jit.split_int8 import add_split, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_order, unstack
 
 
@@ -45,6 +45,7 @@ def _shuffle(x, VALUES: tl.constexpr):
 @triton.jit
 def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
                  SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Pack `BITS` bits of each int32 code `[BLOCK, n]` into bytes from `FIRST` on. A channel has `ROWS` bytes."""
     PARTS: tl.constexpr = 8 // BITS
     if PARTS > 2:  # with two parts, a thread holds both
         code = spread_channels(code)
@@ -77,6 +78,7 @@ def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SID
 @triton.jit
 def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SHUFFLED: tl.constexpr,
                 SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Return int32 `[BLOCK, DP]`, what `_write_plane` wrote with the same constants."""
     OWN: tl.constexpr = C.BLOCK * BITS // 8
     t, d = tl.arange(0, C.BLOCK)[:, None], tl.arange(0, SIDE.DP)[None, :]
     byte, shift, inside = t % OWN, t // OWN * BITS, d < SIDE.D
@@ -252,14 +254,14 @@ def code_values(codes, at, y, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.cons
         y_lo, y_hi = _weight_halves(y, BITS, C)
         lo, hi = half_values(codes, at, BITS, SIDE, C)
         y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
-        o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
+        o = add_split(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)))
     else:
         one, other = _quarter_bytes(codes, at, BITS, SIDE, C)
         y_lo, y_hi = _weight_halves(y, BITS, C)
         first, second = unstack(y_lo)
         third, fourth = unstack(y_hi)
         o = dot_split(_quarter(one, other, 0, BITS, C.PLAIN), split_weights(first, C))
-        o = tl.dot(_quarter(one, other, 1, BITS, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
-        o = tl.dot(_quarter(one, other, 2, BITS, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
-        o = tl.dot(_quarter(one, other, 3, BITS, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
+        o = add_split(_quarter(one, other, 1, BITS, C.PLAIN), split_weights(second, C), acc=o)
+        o = add_split(_quarter(one, other, 2, BITS, C.PLAIN), split_weights(third, C), acc=o)
+        o = add_split(_quarter(one, other, 3, BITS, C.PLAIN), split_weights(fourth, C), acc=o)
     return join_split(o)

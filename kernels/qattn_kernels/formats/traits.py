@@ -64,8 +64,9 @@ class MixedHeads:
         raise NotImplementedError
 
     def places_known(self, state: State, closed: torch.Tensor) -> bool:
-        """Return whether `head_of` lists every head exactly once in each row; `closed` `[B]` counts the row's packed
-        blocks."""
+        """Return whether `head_of` lists every head exactly once in each row with a packed block.
+
+        A saved file must pass this check, because kernels use places as addresses. `closed` `[B]`: packed blocks."""
         raise NotImplementedError
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of a float
 ROUNDER_BITS = tl.constexpr(0x4B400000)  # bits of `ROUNDER`
+MOST_SUMMED = tl.constexpr(256)  # products of two INT8 codes whose sum is below 2^22, so that `ROUNDER` can hold it
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # of fp32; smaller scales become 0: codes would overflow

@@ -27,7 +27,7 @@ def in_window(pos, q_pos, window, CHUNKS: tl.constexpr):
 
 @triton.jit
 def load_row(rows, b):
-    """Load the `Row` of `b` from `rows` `[B, ROW_FIELDS]`."""
+    """Load the `Row` of row `b` from `rows`, int32 `[B, ROW_FIELDS]`, which `store_row` wrote."""
     at = rows + b * ROW_FIELDS
     return Row(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
 
@@ -116,7 +116,8 @@ def store_row(rows, b, row):
 
 @triton.jit
 def packed_since(j, open_start, C: tl.constexpr):
-    """Return the first query position that reads block `j` of the open span from its codes, as in single steps."""
+    """Return the first query position that reads block `j` of the open span from its codes. Earlier queries of the call
+    read its tokens from the ring, as they would in single steps."""
     end = open_start + (j + 1) * C.BLOCK
     step = open_start + (j * C.BLOCK // C.SPAN + 1) * C.SPAN - 1 + C.RESIDUAL
     return tl.maximum(end, step)
@@ -124,15 +125,16 @@ def packed_since(j, open_start, C: tl.constexpr):
 
 @triton.jit
 def slot_bits(dropped, slot):
-    """Return 1 where the score of a slot is masked. `dropped` points to the first byte of a head."""
+    """Return int32 1 where a slot's mask bit is set, else 0. `dropped` points to the byte of slot 0."""
     return (tl.load(dropped + slot // 8).to(tl.int32) >> (slot % 8)) & 1
 
 
 @triton.jit
 def commit_row(ROWS, LAYER, row, b, B, columns, C: tl.constexpr):
-    """Store the row's new lengths. Kernels after the append read `ROWS` instead.
+    """Store row `b`'s lengths after the call in the state. Kernels that run at the same time read `ROWS` instead.
 
-    All loads come first, so that they overlap."""
+    Row 0 also stores the counts that all rows share: the columns seen, and where padding ended. All loads come first,
+    so that they overlap. `B`: rows. `columns`: columns of the call."""
     state = RowState(*LAYER.rows)
     length, longest = row.length + row.count, tl.load(state.longest + b)
     overflow, overflowed = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW), tl.load(state.overflow + b)
@@ -157,15 +159,17 @@ def commit_row(ROWS, LAYER, row, b, B, columns, C: tl.constexpr):
 
 @triton.jit
 def flip_bits(flags, slot, where):
-    """Flip bits of `dropped`, atomically, because entries may share a word."""
+    """Flip the mask bits of the slots `slot`, where `where` is true. Atomic, because slots may share a word. `flags`
+    points to the byte of slot 0."""
     words = flags.to(tl.pointer_type(tl.int32)) + slot // 32
     tl.atomic_xor(words, tl.full(slot.shape, 1, tl.int32) << (slot % 32), mask=where)
 
 
 @triton.jit
 def settle_sinks(LAYER, row, b, h, NB, C: tl.constexpr):
-    """Update the bits of `dropped` from the sink table at the end of a call, when every program has read the old
-    bits."""
+    """Flip the mask bits of the tokens that this call moved into the sink pool or back to their blocks.
+
+    Runs at the end of a call, when every program has read the old bits. A token in the pool is masked in its block."""
     if row.closing > 0:
         e = (b * C.H + h).to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
         table = LAYER.sinks.table

@@ -1,4 +1,7 @@
-"""Order of tokens in a tile of scores: packed bytes hold tokens of several parts of a block."""
+"""Order of tokens in a tile of scores.
+
+A packed byte holds codes of several parts of a block: with 4 bits its low half belongs to the first half of the tokens
+and its high half to the second. `docs/kernels.md` shows the orders in a picture."""
 
 from __future__ import annotations
 

@@ -13,9 +13,12 @@ from qattn_kernels.layout import Row, RowState
 
 
 class Source(NamedTuple):
-    """New keys and values of a call, and their strides over rows, heads and columns.
+    """New keys and values of a call, `[B, H, T, D]`, and their strides over rows, heads and columns.
 
-    If a kernel equalizes keys, `key` is a tuple of keys and factors, fp32 `[H, D]`."""
+    If a kernel equalizes keys, `key` is a tuple of keys and factors, fp32 `[H, D]`.
+
+    The functions below take new tokens by number: token `fresh` of a row is in column `first + fresh`, because padding
+    comes before it. `new` marks the numbers that are tokens of the row."""
 
     key: Any
     value: Any
@@ -25,8 +28,8 @@ class Source(NamedTuple):
 
 @triton.jit
 def load_new(X, strides, b, h, fresh, new, first, SIDE: tl.constexpr):
-    """Load new tokens `[BLOCK, DP]` in the model's dtype, zeros where `new` is false. `X`: keys or values of a
-    `Source`."""
+    """Load new tokens `fresh` `[n]`: `[n, DP]` in the model's dtype, zeros where `new` is false. `X`: keys or values of
+    a `Source`."""
     where = X
     if SIDE.EQUALIZED:
         where = X[0]
@@ -50,7 +53,8 @@ def _rotated(x, X, h, SIDE: tl.constexpr):
 
 @triton.jit
 def new_tokens(source, b, h, fresh, new, first, C: tl.constexpr):
-    """Return new keys and values, zeros for a token with a non-finite key or value, and bool flags of such tokens."""
+    """Return new keys and values, fp32 `[n, DP]`, with zeros for tokens whose key or value is not finite, and bool
+    `[n]`: which tokens these are."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     k = load_new(source.key, source.k_strides, b, h, fresh, new, first, K_SIDE)
@@ -80,7 +84,7 @@ def _tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr):
 
 @triton.jit
 def new_tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return `new_tokens` of one side.
+    """Return keys or values, as `SIDE` says, and the flags of `new_tokens`.
 
     Checks the other side for non-finite numbers first and discards its tile; both tiles together would spill."""
     OTHER: tl.constexpr = C.K if SIDE.VALUES else C.V
@@ -104,7 +108,8 @@ def ring_codes(S, slot, SLOTS: tl.constexpr, bh, SIDE: tl.constexpr):
 
 @triton.jit
 def from_ring(S, pos, there, bh, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return open tokens in fp32 and their scales. An unquantized ring has zero scales."""
+    """Return codes fp32 `[n, DP]` and scales `[n]` of the ring's tokens at row positions `pos`, zeros where `there` is
+    false. An unquantized ring gives numbers in place of codes, and zero scales."""
     inside = there[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
     code = tl.load(ring_codes(S, pos % C.RING, C.RING, bh, SIDE), mask=inside, other=0).to(tl.float32)
     scale = tl.zeros([code.shape[0]], tl.float32)
@@ -115,14 +120,17 @@ def from_ring(S, pos, there, bh, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def with_ring(S, code, scale, pos, old, bh, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return open tokens: old tokens from the ring, new tokens as given."""
+    """Return codes and scales of tokens at row positions `pos`: from the ring where `old` is true, else as given."""
     before, before_scale = from_ring(S, pos, old, bh, SIDE, C)
     return tl.where(old[:, None], before, code), tl.where(old, before_scale, scale)
 
 
 @triton.jit
 def row_before(LAYER, SPANS, span_stride, b, NB, C: tl.constexpr):
-    """Return the `Row` of `b` from the state and the call's mask. `count` is limited to the free capacity."""
+    """Return the `Row` of row `b` from the state and the call's mask.
+
+    `count` is limited to the free capacity of `NB` blocks. A call closes the full spans of blocks that lie before the
+    residual window."""
     state = RowState(*LAYER.rows)
     length, closed, open_start = tl.load(state.length + b), tl.load(state.closed + b), tl.load(state.open_start + b)
     first, count = tl.load(SPANS + b * span_stride), tl.load(SPANS + b * span_stride + 1)

@@ -78,13 +78,13 @@ class Call(NamedTuple):
         scores: scale, cap, window and sinks of the scores.
         sizes: compile-time constants.
         k, v: tensors of the two sides.
-        rows: int32 `[B, ROW_FIELDS]`, filled by the append.
+        rows: int32 `[B, ROW_FIELDS]`, the append stores each `Row` here for the kernels after it.
         sinks: the `SinkTensors`.
         call_mean: fp32 `[B, H, D]`, mean key that a long call subtracts from smoothed keys; a placeholder without
             smoothing.
         pages: with a page pool, the int32 `[B, NB]` page of each block, the number of pages, and the blocks per row
             with mask bits; else None.
-        turned: queries that a decode reads: the input queries, or a buffer that the append fills with rotated queries.
+        turned: the rotated queries that a decode reads, in a buffer that the append fills; without rotation, `query`.
     """
 
     query: torch.Tensor

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from qattn_kernels.launch.constants import Sizes
+from qattn_kernels.layout import WIDEST_HEAD
 
-WIDEST_HEAD = 256  # channels
+
+def warps_of(channels: int, warps: int) -> int:
+    """Return `warps`, or twice as many for heads wider than 256 channels."""
+    return warps if channels <= WIDEST_HEAD else 2 * warps
 
 
 def codes(size: Sizes, most: int = 64 * 128) -> dict[str, int]:

@@ -21,8 +21,9 @@ class Compute:
 
     Attributes:
         prefill, decode: `int8` (products of 8-bit integers) or `model` (floating point over the dequantized format).
-        pv: the product with values, if the product with keys is `int8`: `int8` or `model`. A prefill also takes `e4m3`
-            or `e5m2`: weights and values in FP8, values with one scale per channel over all visible tokens.
+        pv: arithmetic of the product with values, where the product with keys is `int8`: `int8` or `model`. A prefill
+            also takes `e4m3` or `e5m2`: weights and values in FP8, values with one scale per channel over all visible
+            tokens.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
         sas_threshold: SAS gives weight 0 to scores below the maximum plus this, in natural log units.
         p_scale: scale of a prefill's INT8 weights: one per query and tile (`row`), or one per `block_q` queries

@@ -17,9 +17,10 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
     For each row:
     - `length`: real tokens. `closed`: closed blocks. `open_start`: row position of the first open token.
-    - `origin`: row position where the current run of full blocks began; crops beyond the horizon move it.
-    - `longest`: largest length from that event on.
-    - `ring_from`: oldest row position known to be in the ring, unless the ring's size implies a later one.
+    - `origin`: row position where the current run of full blocks began: 0, or where a crop beyond the horizon last cut
+      into packed blocks.
+    - `longest`: largest length since that crop.
+    - `ring_from`: row position before which the ring holds no token, after such a crop or a change of the ring's size.
     - `overflow`: tokens that did not fit the capacity and were dropped, if the caller could not check before.
     - `block_pos`, `block_len`: first row position and tokens of each closed block.
     - `dropped`: one bit per token slot, set where its score is masked. `nonfinite`: count of non-finite tokens.
@@ -43,9 +44,9 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
     Free entries are zeros. The sinks' keys and values are `k.sink` and `v.sink`.
     - `sink.pos`: row position. `sink.slot`: slot of the token in the arenas.
-    - `sink.born`: closed blocks when the token entered the pool.
-    - `sink.evicted`: closed blocks when it moved to the window of evicted sinks.
-    - `sink.written`: closed blocks when it left the window, to be read from its block.
+    - `sink.born`: number of the close, from 1, at which the token entered the pool.
+    - `sink.evicted`: number of the close at which it moved to the window of evicted sinks.
+    - `sink.written`: number of the close at which it left the window, to be read from its block.
     - `sink.norm`: magnitude of the key, which decides between sinks; fp64, so that summation order does not matter.
     """
     shape = (geo.batch, geo.heads, spec.sink_pool.entries(spec.window))

@@ -13,7 +13,7 @@ from qattn_kernels.formats import Format, jit_module
 from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
 
-HEAD_DIMS = range(64, 257, 8)
+HEAD_DIMS = range(64, 513, 8)
 BLOCKS = (64, 128)  # and 32, for formats without integer products over half tiles
 LEAST_CAPABILITY = (8, 0)  # Triton compiles no INT8 products for earlier GPUs
 # Latent attention: channels of the latent and of the RoPE part, and the maximum numbers in a block of latents
@@ -22,7 +22,7 @@ ROPE_DIMS = (16, 32, 64, 128)
 LATENT_BLOCK = 64 * 512
 # KiB of shared memory that a program needs in any dtype, with the smallest tiles of `launch/tuned/`: by the largest
 # head dimension, and by the channels of a latent
-LEAST_SHARED = {128: 64, 256: 99}
+LEAST_SHARED = {128: 64, 256: 99, 512: 163}
 LATENT_SHARED = {128: 64, 512: 227}
 
 
@@ -44,7 +44,7 @@ def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | No
         return reason or _unsupported_gpu(spec)
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
         return f"head dims are {k_dim} and {v_dim}; the kernels know {head_dims()}"
-    no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED)
+    no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED) or _no_room_for_blocks(spec, k_dim)
     return _reference_only(spec) or _unsupported_sides(spec, k_dim, v_dim) or _unsupported_gpu(spec) or no_room
 
 
@@ -91,6 +91,14 @@ def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
         return None
     limited = f" ({LIMIT} limits it)" if os.environ.get(LIMIT) else ""
     return f"kernels for {what} need {least} KiB of shared memory a block, and this GPU has {have}{limited}"
+
+
+def _no_room_for_blocks(spec: LayerSpec, dim: int) -> str | None:
+    """Return why this GPU has too little shared memory to quantize a block, or None."""
+    block = spec.window.block
+    if block * dim <= LATENT_BLOCK:
+        return None
+    return _no_room(f"head dim {dim} and blocks of {block} tokens", block * dim, {2 * LATENT_BLOCK: 227})
 
 
 def _device() -> torch.device:

@@ -111,7 +111,7 @@ def bool_to_bits(flags: torch.Tensor) -> torch.Tensor:
 
 
 class _Places(NamedTuple):
-    """Location of each token of an open span, all `[B, n]`.
+    """Where each token of an open span is, all `[B, n]`.
 
     Attributes:
         pos: row position.
@@ -129,6 +129,7 @@ class _Places(NamedTuple):
 
 
 def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _Places:
+    """Return the places of the open span of a call of `tokens` columns, `count` `[B]` of them real."""
     flat = torch.arange(open_span_blocks(window, tokens) * window.block, device=count.device)
     pos = state["open_start"][:, None] + flat
     fresh = pos - state["length"][:, None]

@@ -70,13 +70,13 @@ def attend_prompt(step: Step) -> torch.Tensor:
     state, spec = memory.state, memory.spec
     raw, compute = sees_raw(spec), spec.compute
 
-    def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
+    def with_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
         if raw:
             return _causal(query, key, value, scores)
         seen_k, seen_v = (x[:, :, : query.shape[2]] for x in (unpacked.k, unpacked.v))
         return rotated_back(_causal(q, seen_k, seen_v, scores), compute)
 
-    def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
+    def with_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
         turned = q
         if raw:
             state["nonfinite"].zero_()  # the cache was empty, and the tokens are counted again
@@ -85,12 +85,12 @@ def attend_prompt(step: Step) -> torch.Tensor:
         return rotated_back(prefill(turned, unpacked, spec, scores)[0], compute)
 
     with torch.cuda.device_of(query):
-        if raw:  # SDPA reads the query unrotated; `by_kernels` rotates it if needed
+        if raw:  # SDPA reads the query unrotated; `with_kernels` rotates it if needed
             q, (k, v) = query, stored(key, value, compute, state, rotate)
         else:
             q, k, v = rotated(query, key, value, compute, state, rotate)
         turned = step._replace(query=q, key=k, value=v)
-        return write_and_attend(turned, None if raw else 0, by_sdpa, by_kernels)
+        return write_and_attend(turned, None if raw else 0, with_sdpa, with_kernels)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
@@ -100,22 +100,22 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores:
 def write_and_attend(
     step: Step,
     past: int | None,
-    by_sdpa: Callable[[UnpackedKV], torch.Tensor],
-    by_kernels: Callable[[Call, UnpackedKV], torch.Tensor],
+    with_sdpa: Callable[[UnpackedKV], torch.Tensor],
+    with_kernels: Callable[[Call, UnpackedKV], torch.Tensor],
 ) -> torch.Tensor:
     """Write a long call with kernels, then attend with SDPA.
 
     SDPA returns NaN for every query after a non-finite key or value. While SDPA runs, the host reads whether the
-    kernels found one. If so, `by_kernels` attends again and masks that token.
+    kernels found one. If so, `with_kernels` attends again and masks that token.
 
     Args:
         step: its `past` is not read.
         past: as in `Step`; None if no unpacked keys and values are read.
-        by_sdpa: attends over the unpacked keys and values with SDPA.
-        by_kernels: the same with kernels.
+        with_sdpa: attends over the unpacked keys and values with SDPA.
+        with_kernels: the same with kernels.
 
     Returns:
-        The output of `by_sdpa` or `by_kernels`.
+        The output of one of the two.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
@@ -132,10 +132,10 @@ def write_and_attend(
     broken = broken.to("cpu", non_blocking=True)
     if written is not None:
         written.record()
-    out = by_sdpa(unpacked)
+    out = with_sdpa(unpacked)
     if written is not None:
         written.synchronize()  # the event fires long before the attention ends
     if bool(broken):
-        out = by_kernels(call, unpacked)
+        out = with_kernels(call, unpacked)
     finish(call)
     return out

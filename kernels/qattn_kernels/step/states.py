@@ -7,7 +7,14 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.formats.scales import to_bits
-from qattn_kernels.ops.crop.front import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
+from qattn_kernels.ops.crop.front import (
+    beyond_crop,
+    drop_front,
+    held_back,
+    left_behind,
+    most_left_behind,
+    ring_blocks,
+)
 from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.ops.crop.ring import resized_ring
 from qattn_kernels.ops.keep.reference import Stored, kept_tokens, stored_tokens, write_kept
@@ -27,6 +34,7 @@ __all__ = [
     "bool_to_bits",
     "crop",
     "drop_front",
+    "held_back",
     "kept_tokens",
     "largest_bytes",
     "left_behind",

@@ -19,11 +19,12 @@ from qattn_kernels.launch.plan import forget_plans
 from qattn_kernels.launch.tiles import prefill_bytes, prefill_tiles
 from qattn_kernels.launch.tuned import Prefill
 from qattn_kernels.layer.support import unsupported
+from qattn_kernels.layout import WIDEST_HEAD
 from qattn_kernels.step.warm import LayerShape, launches
 
 # Warps and queries of a program; a program of 128 queries has twice the warps
 PROGRAMS = ((4, 64), (8, 64), (4, 128))
-SLOTS, STAGES = (32, 64, 128), (2, 3, 4)
+SLOTS, STAGES = (32, 64, 128), (1, 2, 3, 4)
 
 
 class Use(NamedTuple):
@@ -75,6 +76,7 @@ def candidates(shape: LayerShape) -> Iterator[Prefill]:
     tried = (
         Prefill(bn, min(bn, 64), warps, stages, queries)
         for bn, stages, (warps, queries) in product(SLOTS, STAGES, PROGRAMS)
+        if (stages > 1 or key[1] > WIDEST_HEAD) and 64 * warps >= key[1]  # else registers do not hold the sums
     )
     seen: set[Use] = set()
     for one in (*prefill_tiles(chip, *key), *tried):

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 
 from qattn_hf.generate.continuous.batch import Held, row_of
-from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, mean_page_bytes, resized, shares_pages
+from qattn_hf.generate.continuous.model_pages import ModelPages
+from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, resized
 from qattn_hf.generate.continuous.prefixes import Prefixes
+from qattn_hf.generate.continuous.rings import RingLayer, ring_of
 from qattn_hf.generate.continuous.transformers_api import FullAttentionCacheAllocator
-from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layout import State
 
 log = logging.getLogger(__name__)
 
 
 class PackedAllocator(FullAttentionCacheAllocator):
-    """Allocate blocks of packed pages and one row per request. A block is one page in each layer.
+    """Allocate blocks of packed pages and one row per request. A block is one page in each layer without a window.
 
     Args:
-        layouts: layouts of all layers.
+        pages: what the layers keep.
         constants: for each layer, the state tensors that no call writes, by name.
         slots: largest number of requests that hold blocks at once.
         kept: rows after the requests' rows, for kept prefixes.
@@ -34,7 +35,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def __init__(
         self,
-        layouts: Sequence[Layout],
+        pages: ModelPages,
         constants: Sequence[State],
         slots: int,
         kept: int,
@@ -42,15 +43,15 @@ class PackedAllocator(FullAttentionCacheAllocator):
         device: torch.device,
         **kwargs: Any,
     ):
-        self.layouts, self.constants, self.slots, self.device = layouts, constants, slots, device
+        self.pages, self.constants, self.slots, self.device = pages, constants, slots, device
         self.blocks_of_row = blocks
         self.prefixes = Prefixes(range(slots, slots + kept), kwargs["page_size"])
-        self.supports_block_sharing = all(map(shares_pages, layouts))
+        self.supports_block_sharing = pages.shares_pages
         self._before_cache_tensor_init(
             index=kwargs["index"],
             layer_indices=kwargs["layer_indices"],
             tokens_per_page=kwargs["page_size"],
-            bytes_per_page=mean_page_bytes(layouts),
+            bytes_per_page=pages.block_bytes // len(kwargs["layer_indices"]),
             allow_block_sharing=kwargs["allow_block_sharing"],
         )
         self.held: dict[str, int] = {}  # row of each request
@@ -74,11 +75,18 @@ class PackedAllocator(FullAttentionCacheAllocator):
         # Transformers leaves two sectors free before the first block. One becomes the reserved page, and the memory of
         # the other pays for the alignment between tensors.
         pages, begin = self.num_blocks + self.blocks_per_sector, 0
-        self.layers, rows = {}, self.slots + len(self.prefixes.rows)
-        for index, layout, given in zip(self.layer_indices, self.layouts, self.constants, strict=True):
+        rows = self.slots + len(self.prefixes.rows)
+        self.layers: dict[int, PagedLayer] = {}
+        for index, layout in self.pages.layouts.items():
+            given = self.constants[index]
+            if ring_of(layout.spec) is not None:
+                self.layers[index] = RingLayer(layout, rows, self.device, given)
+                continue
             end = begin + bytes_of(by_block(resized(layout, 1, pages)))
             self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, rows, given, self.blocks_of_row)
             begin = end
+        for source in self.pages.reads.values():
+            self.layers[source].read_again = True
 
     def pages_of(self, request_id: str) -> list[int]:
         """Return the pages of a request in order."""

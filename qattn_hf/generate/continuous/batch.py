@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from qattn_hf.generate.continuous.pages import RESERVED, Rows, Steps
+from qattn_hf.generate.continuous.pages import RESERVED, Left, Rows, Steps
 from qattn_hf.layer.changes import with_room
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -24,6 +24,7 @@ class Held(NamedTuple):
         tokens: new tokens of the forward.
         pages: pages of its blocks, in order.
         new: True while its row is unwritten; `past` then counts the tokens of a shared prefix.
+        left: blocks that leave the row with the new tokens. Only a row with a window has some (`rings.py`).
     """
 
     slot: int
@@ -31,6 +32,7 @@ class Held(NamedTuple):
     tokens: int
     pages: list[int]
     new: bool
+    left: int = 0
 
 
 class _Placed(NamedTuple):
@@ -84,14 +86,22 @@ def _steps(call: list[_Placed], slots: int, columns: int, device: torch.device) 
         columns=torch.tensor([[column] for column, _ in found], device=device),
         targets=torch.tensor([[column if held.tokens else columns] for column, held in found], device=device),
         span=torch.tensor([(0, held.tokens) for _, held in found], dtype=torch.int32, device=device),
-        table=_table((held for _, held in found), blocks, device),
+        table=_table([held.pages for _, held in found], blocks, device),
+        left=_left([held for _, held in found], device),
     )
 
 
-def _table(requests: Iterable[Held], blocks: int, device: torch.device) -> torch.Tensor:
+def _table(pages: Sequence[list[int]], blocks: int, device: torch.device) -> torch.Tensor:
     nobody = RESERVED - 1
-    table = [held.pages + [nobody] * (blocks - len(held.pages)) for held in requests]
+    table = [row + [nobody] * (blocks - len(row)) for row in pages]
     return torch.tensor(table, dtype=torch.int32, device=device)
+
+
+def _left(requests: Sequence[Held], device: torch.device) -> Left | None:
+    if not any(held.left for held in requests):
+        return None
+    blocks = torch.tensor([held.left for held in requests], dtype=torch.int32, device=device)
+    return Left(blocks, torch.tensor([page for held in requests for page in held.pages[: held.left]], device=device))
 
 
 def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> Rows:
@@ -102,18 +112,20 @@ def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> 
         reach: stored tokens at the end of a row that the call may change, in addition to its new tokens.
     """
     tokens, requests = call[0].held.tokens, [one.held for one in call]
-    blocks = with_room(max(len(held.pages) for held in requests))
+    # If blocks leave a row, all its pages are written. Zeros then clear the masks of pages without a block.
+    ends = [held.left + len(held.pages) if held.left else -(-(held.past + tokens) // block) for held in requests]
     written = [
-        (row, index, held.pages[index])
-        for row, held in enumerate(requests)
-        for index in range(max(0, held.past - reach) // block, -(-(held.past + held.tokens) // block))
+        (row, index, held.pages[index % len(held.pages)])
+        for row, (held, end) in enumerate(zip(requests, ends, strict=True))
+        for index in range(max(held.left, max(0, held.past - reach) // block), end)
     ]
     columns = torch.tensor([range(column, column + tokens) for column, _ in call], device=device)
     return Rows(
         columns=columns,
         targets=columns,
         span=torch.tensor([(0, tokens)] * len(call), dtype=torch.int32, device=device),
-        table=_table(requests, blocks, device),
+        table=_table([held.pages[: -(-held.past // block)] for held in requests], with_room(max(ends)), device),
+        left=_left(requests, device),
         slots=torch.tensor([held.slot for held in requests], device=device),
         written=torch.tensor(written, device=device).view(-1, 3).T,
         first=written[0][1] if len(call) == 1 and written else None,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +13,23 @@ from typing import Any
 import torch
 
 from qattn_hf.cache.notices import quantizes, reads_no_code
+from qattn_hf.errors import UnsupportedError
 from qattn_hf.generate.continuous.admission import positions_of
 from qattn_hf.generate.continuous.allocator import PackedAllocator
 from qattn_hf.generate.continuous.batch import Held, batches
-from qattn_hf.generate.continuous.pages import Steps, mean_page_bytes
-from qattn_hf.generate.continuous.pool import rows_of
+from qattn_hf.generate.continuous.model_pages import ModelPages
+from qattn_hf.generate.continuous.pages import PagedLayer, Steps
+from qattn_hf.generate.continuous.pool import HOST_TOKENS, rows_of
 from qattn_hf.generate.continuous.prefixes import KEPT
+from qattn_hf.generate.continuous.rings import Ring
 from qattn_hf.generate.continuous.transformers_api import (
     FULL_ATTENTION,
     PagedAttentionCache,
     PagedAttentionMemoryHandler,
     with_names,
 )
-from qattn_kernels.layer.arena import Layout
+from qattn_hf.layer.handle import Handle
+from qattn_hf.model.heads import head_sizes
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State
 
@@ -32,9 +38,9 @@ class PackedMemory(PagedAttentionMemoryHandler):
     """Work out how many pages fit in memory. Attention builds no masks, and needs scratch memory for one layer of a
     batch."""
 
-    def __init__(self, rows: int, layers: int, **kwargs: Any):
+    def __init__(self, sizes: SimpleNamespace, rows: int, layers: int, **kwargs: Any):
         self.rows, self.layers = rows, layers
-        super().__init__(**kwargs)
+        super().__init__(**{**kwargs, "config": sizes})
         self.num_attention_masks = 0
 
     def get_available_memory(self) -> int:
@@ -50,41 +56,49 @@ class PagedCache(PagedAttentionCache):
     """Transformers' `PagedAttentionCache` with packed pages.
 
     Args:
-        layouts: layouts of all layers.
+        pages: what the layers keep.
         constants: for each layer, the state tensors that no call writes, by name.
         slots: largest number of requests that hold blocks at once. The number is lower where the rows would take more
             than a quarter of the memory.
         kwargs: arguments of `PagedAttentionCache`.
     """
 
-    def __init__(self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, **kwargs: Any):
+    def __init__(self, pages: ModelPages, constants: Sequence[State], slots: int, **kwargs: Any):
         config, positions = kwargs["continuous_batching_config"], positions_of(kwargs["config"])
-        rows = rows_of(layouts, config, positions, slots, available(config))
-        self.layouts, self.slots = layouts, rows.requests
+        rows = rows_of(pages, config, positions, slots, available(config))
+        page = Fraction(pages.block_bytes, kwargs["config"].num_hidden_layers)  # Transformers counts all layers
+        sizes = largest_sizes(kwargs["config"], pages.layouts)
+        self.pages, self.slots = pages, rows.requests
+        if not pages.pooled and config.num_blocks is None:
+            config.num_blocks = rows.requests * (rows.blocks or HOST_TOKENS // pages.block)
         device = torch.device(kwargs["device"])
-        allocator = partial(PackedAllocator, layouts, constants, rows.requests, rows.kept, rows.blocks, device)
-        handler = partial(PackedMemory, rows.bytes, len(layouts))
+        allocator = partial(PackedAllocator, pages, constants, rows.requests, rows.kept, rows.blocks, device)
+        handler = partial(PackedMemory, sizes, rows.bytes, max(1, len(pages.pooled)))
         with_names(
             PagedAttentionCache.__init__,
             ATTN_TYPE_TO_ALLOCATOR={FULL_ATTENTION: allocator},
-            FullAttentionCacheAllocator=SimpleNamespace(get_bytes_per_page=lambda *args: mean_page_bytes(layouts)),
+            FullAttentionCacheAllocator=SimpleNamespace(get_bytes_per_page=lambda *args: page),
+            find_head_dim=lambda config: sizes.head_dim,
+            find_num_key_value_heads=lambda config: sizes.num_key_value_heads,
             PagedAttentionMemoryHandler=handler,
-            group_layers_by_attn_type=lambda config: {FULL_ATTENTION: list(range(len(layouts)))},
+            group_layers_by_attn_type=lambda config: {FULL_ATTENTION: list(range(max(1, len(pages.pooled))))},
         )(self, **kwargs)
         self.requests: list[Held] = []
+        self.unseen = set(pages.layouts)  # layers that no forward has reached
         self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
         # tokens of a request's prompt that another request shares and that will be kept
         self.parts: dict[str, int] = {}
-        self.horizon = min(layout.spec.window.horizon for layout in layouts)
+        windows = [layout.spec.window for layout in pages.every]
+        self.horizon = min(window.horizon for window in windows)
         # tokens of a request from which on a block of some layer is closed
-        self.closes = min(layout.spec.window.span + layout.spec.window.residual for layout in layouts)
+        self.closes = min(window.span + window.residual for window in windows)
         self.figures = self._figures()
 
     def _figures(self) -> dict[str, Any]:
         """Return the pool's sizes and peak use for the report. Bytes are counted from its tensors."""
         allocator = self.allocator
-        rows = sum(x.nbytes for layer in allocator.layers.values() for x in layer.rows.values())
-        quantized = [layout.spec for layout in self.layouts if quantizes(layout.spec)]
+        rows = sum(layer.bytes_of_rows for layer in allocator.layers.values())
+        quantized = [layout.spec for layout in self.pages.every if quantizes(layout.spec)]
         return {
             "page_tokens": allocator.tokens_per_page,
             "blocks": allocator.num_blocks,
@@ -187,16 +201,50 @@ class PagedCache(PagedAttentionCache):
         super().perform_cache_copy(copy_src_and_dst)
         self.allocator.copy_rows()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the cache of continuous batching has no {name}, which this model needs: use generate")
+
     def extend_read_and_write_indices(self, *args: Any) -> None:
         """Do nothing: pages are read and written by block, not by token."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
-        """Return keys and values unchanged, and pass the cache to the attention function, which writes them.
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Return a `Handle` twice, for the attention function, which writes keys and values.
 
-        Transformers before 5.24 skips this method and passes the cache itself.
+        Transformers before 5.24 skips this method and passes the cache itself to the attention function.
         """
-        kwargs["cache"] = self
-        return key, value
+        if layer_idx in self.unseen:
+            self._check_heads(layer_idx, key, value)
+        handle = Handle(None, key, value)
+        handle.cache = self
+        return handle, handle
+
+    def _check_heads(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Check the first keys `[1, Hkv, N, D]` and values `[1, Hkv, N, Dv]` of a layer against its pages."""
+        sizes = self.pages.layouts[layer_idx].geometry
+        if (key.shape[1], key.shape[3], value.shape[3]) != (sizes.heads, sizes.k_dim, sizes.v_dim):
+            raise UnsupportedError(
+                f"layer {layer_idx} has {key.shape[1]} KV heads of {key.shape[3]} and {value.shape[3]} channels, and "
+                f"the model's config says {sizes.heads} of {sizes.k_dim} and {sizes.v_dim}: use generate"
+            )
+        self.unseen.remove(layer_idx)
+
+    def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor:
+        """Return what a layer adds to the columns of the forward to get the positions of their tokens.
+
+        Layers of Llama 4 scale their queries by position.
+
+        Returns:
+            int64 `[N]`, for the N columns of the forward.
+
+        Raises:
+            UnsupportedError: a model asks for one length of all rows, without `layer_idx`.
+        """
+        if layer_idx is not None:
+            return self.offsets
+        raise UnsupportedError(
+            "this model asks its cache for one length of all rows, and requests of a batch have different lengths: use "
+            "generate"
+        )
 
     def begin(self, requests: Sequence[Any]) -> None:
         """Record the requests of the next forward, before its inputs are prepared.
@@ -220,36 +268,68 @@ class PagedCache(PagedAttentionCache):
             self.figures["unread"] = False
         for key, now in (("most_requests", len(allocator.held)), ("most_blocks", self._blocks_of(False))):
             self.figures[key] = max(self.figures[key], now)
-        self.__dict__.pop("batch", None)
+        for made in ("batch", "offsets"):
+            self.__dict__.pop(made, None)
 
     @cached_property
-    def batch(self) -> list[Steps]:
-        """Group the requests of this forward into calls of layers. Runs inside the forward, on its stream."""
-        self.allocator.clear_rows()
-        in_place = all(layer.in_place for layer in self.allocator.layers.values())
-        return batches(self.requests, [layout.spec for layout in self.layouts], self.device, self.slots, in_place)
+    def offsets(self) -> torch.Tensor:
+        """Position of the token in each column of this forward, minus the column; int64 `[N]`."""
+        positions = [one.past + index for one in self.requests for index in range(one.tokens)]
+        return torch.tensor(positions, device=self.device) - torch.arange(len(positions), device=self.device)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
+    @cached_property
+    def batch(self) -> dict[Ring | None, list[Steps]]:
+        """Group the requests of this forward into calls of layers, by the layers' `ring`. Runs inside the forward, on
+        its stream."""
+        self.allocator.clear_rows()
+        by_ring: defaultdict[Ring | None, list[PagedLayer]] = defaultdict(list)
+        for layer in self.allocator.layers.values():
+            by_ring[layer.ring].append(layer)
+        found = {}
+        for ring, layers in by_ring.items():
+            requests = self.requests if ring is None else [ring.held(one) for one in self.requests]
+            in_place = all(layer.in_place for layer in layers)
+            found[ring] = batches(requests, [one.layout.spec for one in layers], self.device, self.slots, in_place)
+        return found
+
+    def attend(self, layer: int, query: torch.Tensor, key: Any, value: Any, scores: Scores) -> torch.Tensor:
         """Write the forward's keys and values into a layer's pages and attend, call by call.
 
         Args:
             query: `[1, Hq, N, D]`; the N columns are the requests' tokens in order.
-            key: `[1, Hkv, N, D]`.
-            value: `[1, Hkv, N, Dv]`.
+            key: `[1, Hkv, N, D]`, or the `Handle` of both from `update`.
+            value: `[1, Hkv, N, Dv]`, or the same `Handle`.
 
         Returns:
             `[1, N, Hq, Dv]`.
         """
+        if isinstance(key, Handle):
+            key, value = key.key, key.value
         columns = query.shape[2]
         # the last column is for rows without a token
         out = query.new_zeros(1, columns + 1, query.shape[1], value.shape[-1])
-        paged = self.allocator.layers[layer]
-        for rows in self.batch:
+        source = self.pages.reads.get(layer)
+        paged = self.allocator.layers[layer if source is None else source]
+        for rows in self.batch[paged.ring]:
             q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (query, key, value))
-            out[0, rows.targets] = paged.attend(rows, q, k, v, scores).transpose(1, 2)
+            out[0, rows.targets] = paged.attend(rows, q, k, v, scores, again=source is not None).transpose(1, 2)
         return out[:, :columns]
+
+
+def largest_sizes(config: Any, layers: Iterable[int]) -> SimpleNamespace:
+    """Return the sizes from which Transformers works out the memory of a forward, as a config.
+
+    A config whose layers have different heads has no such values. These are the largest of the layers.
+    """
+    found = [head_sizes(config, layer) for layer in layers]
+    return SimpleNamespace(
+        num_attention_heads=max(size.query for size in found),
+        num_key_value_heads=max(size.kv for size in found),
+        head_dim=max(size.dim for size in found),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        _attn_implementation=config._attn_implementation,
+    )
 
 
 def available(config: Any) -> float:

@@ -21,9 +21,10 @@ from qattn_hf.generate.continuous.admission import (
     stop_tokens,
 )
 from qattn_hf.generate.continuous.cache import PagedCache
+from qattn_hf.generate.continuous.model_pages import pages_of_model
 from qattn_hf.generate.continuous.pool import PoolSize, size_of
 from qattn_hf.generate.continuous.processor import SCHEDULERS, PackedProcessor
-from qattn_hf.generate.continuous.resolve import layouts, resolved
+from qattn_hf.generate.continuous.resolve import resolved
 from qattn_hf.generate.continuous.router import Router
 from qattn_hf.generate.continuous.sampling import CHILD, Sampling, taken
 from qattn_hf.generate.continuous.transformers_api import (
@@ -59,14 +60,14 @@ class PackedBatchingManager(ContinuousBatchingManager):
                     f"{name}={getattr(generation_config, name)!r}: continuous batching has no {name}; leave it out, or "
                     "call generate"
                 )
-        self.page_layouts = layouts(model)
+        self.pages = pages_of_model(model)
         self.weights = weights_of(decoder_of(model))
         self.pool: PoolSize | None = None
         self.limits: Limits | None = None
         self._making, self._admitting, self._open = threading.Lock(), threading.Lock(), True
         with_names(
             ContinuousBatchingManager.__init__,
-            resolve_continuous_batching_config=partial(resolved, self.page_layouts),
+            resolve_continuous_batching_config=partial(resolved, self.pages),
             OutputRouter=lambda: Router(self.cancel_request),
         )(self, model=model, generation_config=generation_config, **kwargs)
         self.sampling, rest = taken(self.logit_processor.logits_processor, bool(generation_config.do_sample))
@@ -80,7 +81,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
         slots = self.continuous_batching_config.max_requests_per_batch
         create = with_names(
             ContinuousBatchingManager._create_batch_processor,
-            PagedAttentionCache=partial(PagedCache, self.page_layouts, patch_of(self.model).constants, slots),
+            PagedAttentionCache=partial(PagedCache, self.pages, patch_of(self.model).constants, slots),
             ContinuousBatchProcessor=PackedProcessor,
             SCHEDULER_MAPPING=SCHEDULERS,
         )

@@ -1,10 +1,14 @@
-"""Packed pages of one layer, shared by requests, and one row per request for its remaining state."""
+"""Packed pages of one layer, shared by requests, and one row per request for its remaining state.
+
+A page holds one block of tokens: the state tensors of the block, for all KV heads of the layer. Page numbers are the
+same in every layer, so one block table of a request serves all layers. A row holds the state of a request as a whole:
+its lengths, its ring of open tokens and its sink pool."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -59,12 +63,13 @@ def keeps_rows(layout: Layout) -> bool:
     and sinks must be chosen block by block.
     """
     pool = layout.spec.sink_pool
-    by_block = pool.prefill == "group" and pool.select != "attention"
-    return by_block and layout.spec.window.span == layout.spec.window.block and not _own(layout)
+    chosen_by_block = pool.prefill == "group" and pool.select != "attention"
+    return chosen_by_block and layout.spec.window.span == layout.spec.window.block and not _own(layout)
 
 
 def _own(layout: Layout) -> set[str]:
-    """Return the state tensors of a row except the lengths: open tokens and sinks."""
+    """Return the names of a row's state tensors other than lengths, open tokens, sinks and `settled` ones: means,
+    shared scales and ranks of heads, which the row's first tokens determined."""
     rows = by_row(layout)
     tokens = {name for name in rows if ".ring" in name or "sink" in name}
     return rows.keys() - row_tensors(*layout).keys() - tokens - settled(layout).keys()
@@ -108,6 +113,18 @@ def mean_page_bytes(layouts: Sequence[Layout]) -> int:
     return max(-(-mean // ALIGNMENT) * ALIGNMENT, boundaries)
 
 
+class Left(NamedTuple):
+    """Blocks that leave their rows at the end of a call, because no later query of the sliding window sees them.
+
+    Attributes:
+        blocks: int32 `[R]`, blocks of each row.
+        pages: int64 `[N]`, the pages of all these blocks.
+    """
+
+    blocks: torch.Tensor
+    pages: torch.Tensor
+
+
 @dataclass
 class Steps:
     """Requests with one token each. One call of a layer serves them over the pages in place.
@@ -120,12 +137,16 @@ class Steps:
         targets: int64 `[R, T]`, the columns that receive the outputs.
         span: int32 `[R, 2]`, the operator's span: 0 and the number of the row's tokens.
         table: int32 `[R, NB]`, the page of each block; `RESERVED - 1` after a request's last block.
+        left: blocks that leave the rows at the end of the call, or None.
+        before: bytes of a layer's state before the call, if later layers repeat the call (`PagedLayer.read_again`).
     """
 
     columns: torch.Tensor
     targets: torch.Tensor
     span: torch.Tensor
     table: torch.Tensor
+    left: Left | None
+    before: dict[PagedLayer, torch.Tensor] = field(default_factory=dict, init=False)
 
 
 @dataclass
@@ -160,7 +181,15 @@ class PagedLayer:
     Attributes:
         name: identifies the memory layout; layers with equal names share launch plans.
         buffers: uint8, the bytes of all pages and of all rows.
+        pages, rows: the state tensors as views of these bytes, by name. Tensors of pages have one row, whose blocks are
+            the pages. Tensors of rows have `slots` rows.
+        in_place: whether kernels read pages through a table, so that a step copies nothing.
+        read_again: True if later layers attend to this layer's keys and values, as in Gemma 3n.
+        ring: pages of a row in a layer with a window (`rings.py`); None if pages are in the pool.
     """
+
+    read_again = False
+    ring: Hashable = None
 
     def __init__(
         self,
@@ -189,6 +218,11 @@ class PagedLayer:
     def state(self, count: int) -> State:
         """Return the state tensors of all pages and the first `count` rows."""
         return self.pages | {name: tensor[:count] for name, tensor in self.rows.items()} | self._shared
+
+    @property
+    def bytes_of_rows(self) -> int:
+        """Bytes of all rows, without pages of the pool."""
+        return sum(x.nbytes for x in self.rows.values())
 
     def clear_rows(self, slots: torch.Tensor) -> None:
         """Empty the rows `slots`, int64 `[N]`."""
@@ -239,7 +273,13 @@ class PagedLayer:
             self.pages[name].index_copy_(block, target, self.pages[name].index_select(block, source))
 
     def attend(
-        self, rows: Steps, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+        self,
+        rows: Steps,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+        again: bool = False,
     ) -> torch.Tensor:
         """Write the tokens of these requests into their pages and attend.
 
@@ -247,17 +287,31 @@ class PagedLayer:
             query: `[R, Hq, T, D]`.
             key: `[R, Hkv, T, D]`.
             value: `[R, Hkv, T, Dv]`.
+            again: True to repeat an earlier call of the forward with the queries of another layer (`read_again`). The
+                keys and values are the same, and so are the bytes of pages and rows.
 
         Returns:
             `[R, Hq, T, Dv]`.
         """
         if not isinstance(rows, Rows):
+            self._mark(rows, self.buffers[1], again)
             return attend_directly(Step(query, key, value, rows.span, Pages(self, rows.table), scores))[0]
         arena, layout = self.gather(rows)
+        self._mark(rows, arena, again)
         memory = Arena(arena, layout, self._text)
         out, _ = attend_step(Step(query, key, value, rows.span, memory, scores, rows.past))
-        self.scatter(rows, arena, layout)
+        self.scatter(rows, views(arena, layout))
         return out
+
+    def _mark(self, rows: Steps, state: torch.Tensor, again: bool) -> None:
+        """Keep the bytes before a call that later layers repeat, or restore them.
+
+        Codes in pages need no copy. A call over pages in place only adds to them.
+        """
+        if again:
+            state.copy_(rows.before[self])
+        elif self.read_again:
+            rows.before[self] = state.clone()
 
     def gather(self, rows: Rows) -> tuple[torch.Tensor, Layout]:
         """Copy these requests into an arena, as a separate cache's layer would have it. Return the arena and its
@@ -284,9 +338,8 @@ class PagedLayer:
             _rows_first(state[name], spec).copy_(found)
         return arena, layout
 
-    def scatter(self, rows: Rows, arena: torch.Tensor, layout: Layout) -> None:
-        """Write the changes of a call on the arena of `gather` back to pages and rows."""
-        state = views(arena, layout)
+    def scatter(self, rows: Rows, state: State) -> None:
+        """Write the changes of a call on the arena of `gather`, with these `views`, back to pages and rows."""
         self._put_rows(state, rows.slots)
         row, block, page = rows.written
         for name, spec in self._paged.items():

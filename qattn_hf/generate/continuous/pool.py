@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from qattn_hf.generate.continuous.pages import keeps_rows, mean_page_bytes, row_bytes, shares_pages
-from qattn_kernels.layer.arena import Layout
+from qattn_hf.generate.continuous.model_pages import ModelPages
 
 # On a CPU the pool shares its memory with all other programs, and few requests run at once.
 HOST_BYTES = 2**30
@@ -14,7 +12,10 @@ HOST_TOKENS = 32768
 SPARE_BLOCKS = 2  # blocks that Transformers reserves in every pool
 ROWS_FOR_PREFIXES = 4  # requests per row for a kept prefix, where rows are kept
 FEWEST_KEPT = 2  # with one row, the end of a prompt would evict the point where it diverged from others
-SHARE_OF_ROWS = 0.25  # largest share of the memory for rows, so that enough is left for pages
+# largest share of the memory for rows, so that enough is left for pages
+SHARE_OF_ROWS = 0.25
+SHARE_WITH_WINDOWS = 0.5  # rows have the pages of the layers with windows
+SHARE_OF_WINDOWS = 0.75  # all layers have windows, and a forward takes the rest
 
 
 class PoolSize(NamedTuple):
@@ -56,37 +57,38 @@ class RowCount(NamedTuple):
     blocks: int | None
 
 
-def rows_of(layouts: Sequence[Layout], config: Any, positions: int | None, requests: int, memory: float) -> RowCount:
-    """Choose the rows of a pool for `requests` requests. Choose fewer if the rows would take more than a quarter of the
-    memory.
+def rows_of(pages: ModelPages, config: Any, positions: int | None, requests: int, memory: float) -> RowCount:
+    """Choose the rows of a pool for `requests` requests. Choose fewer if the rows would take more than their share of
+    the memory.
 
     Args:
-        layouts: layouts of all layers.
+        pages: what the layers keep.
         config: a resolved `ContinuousBatchingConfig`.
         positions: positions of the model; None if unbounded.
         memory: bytes for pages and rows.
     """
-    blocks = None if positions is None else -(-positions // layouts[0].spec.window.block)
+    blocks = None if positions is None else -(-positions // pages.block)
     longest = blocks or (config.num_blocks or 0) + SPARE_BLOCKS
-    row = sum(row_bytes(layout, longest) for layout in layouts)
-    keeps = all(map(keeps_rows, layouts)) and not all(map(shares_pages, layouts)) and config.allow_block_sharing
-    fit = int(SHARE_OF_ROWS * memory / row)
+    row = pages.request_bytes(longest)
+    share = SHARE_OF_ROWS if not pages.windowed else SHARE_WITH_WINDOWS if pages.pooled else SHARE_OF_WINDOWS
+    keeps = pages.keeps_rows and not pages.shares_pages and config.allow_block_sharing
+    fit = int(share * memory / row)
     fit = fit * ROWS_FOR_PREFIXES // (ROWS_FOR_PREFIXES + 1) if keeps else fit
     requests = max(1, min(requests, fit, config.num_blocks or fit))
     kept = max(FEWEST_KEPT, requests // ROWS_FOR_PREFIXES) if keeps else 0
     return RowCount(requests, kept, (requests + kept) * row, blocks)
 
 
-def bound_on_host(layouts: Sequence[Layout], config: Any, positions: int | None) -> None:
+def bound_on_host(pages: ModelPages, config: Any, positions: int | None) -> None:
     """Bound the size of a pool on a CPU to `HOST_BYTES` and `HOST_TOKENS`, unless the caller set it.
 
     Args:
-        layouts: layouts of all layers.
+        pages: what the layers keep.
         config: a resolved `ContinuousBatchingConfig`; it is changed.
         positions: positions of the model; None if unbounded.
     """
-    config.num_blocks = HOST_TOKENS // layouts[0].spec.window.block
-    rows = rows_of(layouts, config, positions, config.max_requests_per_batch, HOST_BYTES)
-    fit = (HOST_BYTES - rows.bytes) // (mean_page_bytes(layouts) * len(layouts)) - SPARE_BLOCKS
+    config.num_blocks = HOST_TOKENS // pages.block
+    rows = rows_of(pages, config, positions, config.max_requests_per_batch, HOST_BYTES)
+    fit = (HOST_BYTES - rows.bytes) // pages.block_bytes - SPARE_BLOCKS
     config.num_blocks = max(1, min(fit, config.num_blocks))
     config.max_requests_per_batch = min(rows.requests, config.num_blocks)

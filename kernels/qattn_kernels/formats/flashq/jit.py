@@ -143,7 +143,7 @@ def place(S, b, h, first, SIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _home(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
+def _width_and_index(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Return whether a block has the smaller bit width of its side, and its index among the blocks of that width."""
     LOW: tl.constexpr = SIDE.LOW
     if SIDE.AGED:
@@ -212,24 +212,24 @@ def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
     LOW: tl.constexpr = SIDE.LOW
     AGED: tl.constexpr = SIDE.AGED
     CLIP: tl.constexpr = SIDE.CLIP
-    narrow, home = _home(S, slot, SIDE, C)
+    narrow, index = _width_and_index(S, slot, SIDE, C)
     at = block_of(slot, C)
     if SIDE.BITS == 8:
         if narrow:
             if AGED:
                 coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE)
-                write_codes(S.codes4, coded, home, 4, False, SIDE, C)
+                write_codes(S.codes4, coded, index, 4, False, SIDE, C)
         else:
             _store_ranges(S, at, tl.full([SIDE.DP], 1, tl.int8), tl.full([SIDE.DP], 0, tl.int8), SIDE)
-            write_codes(S.codes8, code_bits(code), home, 8, False, SIDE, C)
+            write_codes(S.codes8, code_bits(code), index, 8, False, SIDE, C)
     else:
         coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, SIDE)
         if AGED or LOW != ALL:
             if not narrow:
-                write_codes(S.codes4, coded, home, 4, False, SIDE, C)
+                write_codes(S.codes4, coded, index, 4, False, SIDE, C)
         if AGED or LOW != NONE:
             if narrow:
-                write_codes(S.codes2, coded, home, 2, False, SIDE, C)
+                write_codes(S.codes2, coded, index, 2, False, SIDE, C)
 
 
 @triton.jit
@@ -250,14 +250,14 @@ def get_codes(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     at = block_of(slot, C)
     channel_scale = tl.load(S.channel_scale + at * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.int32)
     zero_point = tl.load(S.zero_point + at * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.int32)
-    narrow, home = _home(S, slot, SIDE, C)
+    narrow, index = _width_and_index(S, slot, SIDE, C)
     code = tl.full([C.BLOCK, SIDE.DP], 0, tl.int32)
     if AGED or LOW != ALL:
         if not narrow:
-            code = read_codes(codes_of(S, WIDE), home, WIDE, False, SIDE, C)
+            code = read_codes(codes_of(S, WIDE), index, WIDE, False, SIDE, C)
     if AGED or LOW != NONE:
         if narrow:
-            code = read_codes(codes_of(S, WIDE // 2), home, WIDE // 2, False, SIDE, C)
+            code = read_codes(codes_of(S, WIDE // 2), index, WIDE // 2, False, SIDE, C)
     return (code * channel_scale[None, :] + zero_point[None, :]).to(tl.int8)
 
 

@@ -13,7 +13,7 @@ from qattn_kernels.formats.base import FP16_MAX, Block, OpenFormat, Operand, wri
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.side import Side
 from qattn_kernels.formats.traits import Compensated
-from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+from qattn_kernels.layout import WIDEST_HEAD, Geometry, State, TensorSpec, Window
 
 LARGEST = FP16_MAX
 NEAR_LARGEST = LARGEST * (1 - 2**-9)  # end of a range restored from fp16 scale and zero point, which are both rounded
@@ -135,7 +135,7 @@ class KiviFormat(Compensated, OpenFormat):
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:
         if self.per_token and dim > max(block, 128):  # several groups per token, which are dequantized
-            return 4
+            return 4 if dim <= WIDEST_HEAD else 8
         return super().decode_warps(dim, block, columns)
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:

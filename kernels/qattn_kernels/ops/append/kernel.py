@@ -1,9 +1,14 @@
 """Append and close for short calls, in Triton. `reference.py` is the specification; `long_call.py` has the long calls.
 
-One program handles one block of the open span (open tokens plus new tokens) of one KV head and row. Keys and values can
-also get separate programs. A short call has at most 32 tokens and is followed by a decode. A format without a ring
-(`C.RING == 0`) packs tokens as they arrive. `S` holds the tensors of one side (keys or values); `C` is a
-`launch.constants.Sizes`.
+A short call has at most 32 new tokens, and a decode follows it. The open span of a row is its open tokens (in the ring,
+not yet packed) and then its new tokens, cut into blocks. One program handles one block of the open span, of one row and
+KV head. Keys and values can also get separate programs.
+
+A program first writes the new tokens of its block to the ring. If the block closes in this call, the program reads it
+back, quantizes it as a whole and writes the codes to the arenas. A format without a ring (`C.RING == 0`) writes the
+codes of each token as it arrives.
+
+`S` holds the tensors of one side (keys or values), `SIDE` its constants; `C` is a `launch.constants.Sizes`.
 
 Launch every kernel in this file with `enable_fp_fusion=False`. A multiply fused into a rounding would produce codes
 that differ from the reference."""
@@ -44,11 +49,11 @@ class Block(NamedTuple):
         b, h, bh: row, KV head, and both as one index.
         row: the `layout.Row`.
         index: index of the block within its row.
-        home: the `Home` of its codes.
+        home: the `BlockHome` of its codes.
         start: row position of its first token.
         used: whether the block holds a token of the row.
         closes: whether this call packs the block.
-        flags: pointer to the mask bits of the head's first block.
+        flags: base pointer of mask bits: those of this block are at slot `home.index * BLOCK` (`slot_bits`).
     """
 
     b: Any
@@ -63,9 +68,9 @@ class Block(NamedTuple):
     flags: Any
 
 
-class Home(NamedTuple):
-    """Location of a block's codes: block `index` of row `b`, with `capacity` blocks per head. In a page pool, `index`
-    is a page and `b` is 0."""
+class BlockHome(NamedTuple):
+    """Location of a block: number `index` of row `b`, with `capacity` blocks per head. In a page pool, `index` is a
+    page and `b` is 0."""
 
     b: Any
     index: Any
@@ -112,7 +117,8 @@ class Arrivals(NamedTuple):
     Attributes:
         pos: row positions.
         new: whether the token belongs to the block.
-        bad: whether the token is masked. Its bit in the mask may not be written yet.
+        bad: whether the key or the value is not finite, so that the token is masked. Another program may not have
+            written its mask bit yet.
     """
 
     pos: Any
@@ -122,8 +128,9 @@ class Arrivals(NamedTuple):
 
 @triton.jit
 def own_place(S, b, h, first, codec, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return the place of head `h`'s codes, without ranking. The format records the place when the row's `first` block
-    closes."""
+    """Return the place of head `h`'s codes (`formats.contract.Slot.place`), without ranking.
+
+    `first`: the block is the row's first one. A format that stores places writes them then."""
     if codec.place is None:
         return h
     else:
@@ -132,7 +139,8 @@ def own_place(S, b, h, first, codec, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _place(S, source, masks, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return the place of the head's codes. Formats that rank heads decide it when the row's first block closes."""
+    """Return the place of the head's codes (`formats.contract.Slot.place`). Formats that rank heads decide it when the
+    row's first block closes."""
     b, h, row = block.b, block.h, block.row
     place = own_place(S, b, h, block.index == 0, codec, SIDE, C)
     if SIDE.RANK >= 0:
@@ -146,8 +154,9 @@ def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, cod
                 C: tl.constexpr):  # fmt: skip
     """Write keys or values of one block in a short call: new tokens first, then the whole block if it closes.
 
-    New tokens go to the ring, or to the arenas if the format has no ring. `stale`: a crop left old tokens after the
-    row's end. `chosen`: bool `[BLOCK]`, tokens that the sink pool takes."""
+    New tokens go to the ring, or to the arenas if the format has no ring. `x`: fp32 `[NEW, DP]`, the new tokens.
+    `stale`: a crop left old tokens after the row's end; without a ring they are overwritten with zeros. `chosen`: bool
+    `[BLOCK]`, tokens that the sink pool takes."""
     h, bh, home, pos, new = block.h, block.bh, block.home, arrivals.pos, arrivals.new
     code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)
@@ -178,11 +187,11 @@ def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, cod
 
 @triton.jit
 def _home(PAGES, b, index, NB, C: tl.constexpr):
-    """Return the `Home` of block `index` of row `b`, whose capacity is `NB` blocks."""
+    """Return the `BlockHome` of block `index` of row `b`, whose capacity is `NB` blocks."""
     if C.PAGED:
-        return Home(0, block_at(PAGES, b, index, NB, C), PAGES[1])
+        return BlockHome(0, block_at(PAGES, b, index, NB, C), PAGES[1])
     else:
-        return Home(b, index, NB)
+        return BlockHome(b, index, NB)
 
 
 @triton.jit
@@ -210,7 +219,8 @@ def note_block(ROWS, SPANS, span_stride, blocks, block, j, C: tl.constexpr):
 
 @triton.jit
 def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
-    """Write the mask bits of a block from `gone` `[BLOCK]`, and add its new non-finite tokens `bad` to `NONFINITE`."""
+    """Write the mask bits of block `index` from `gone` int32 `[BLOCK]`, 1 for masked tokens, and add the number of new
+    non-finite tokens `bad` to the head's count in `NONFINITE`."""
     eights = tl.reshape(gone << (tl.arange(0, C.BLOCK) % 8), (C.BLOCK // 8, 8))
     tl.store(flags + index * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8), tl.sum(eights, 1).to(tl.uint8))
     worse = tl.sum(bad.to(tl.int64), 0)
@@ -260,16 +270,16 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
                  EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Append up to `NEW` tokens and pack full blocks. One program per (head, row, part of a block of the open span).
 
-    The decode commits the row lengths. The sink pool competes with the one block that the call closes, and records for
-    the decode which tokens it moves (`sink_pool.kernel.moved_tokens`).
+    All programs read the row lengths, so the decode commits them. `SinkTensors.moved` tells it which sinks moved.
 
     Args:
         SOURCE, K_CODEC, V_CODEC: fields of a `Source` and of two `Codec`.
-        SPANS: int32, the call's mask: first real column and count of each row's new tokens.
+        SPANS: int32 `[B or 1, 2]`, first real column and number of real tokens of each row, `span_stride` apart.
         LAYER: the `launch.call.LayerTensors`. ROWS: int32 `[B, ROW_FIELDS]`, receives each `Row` before the call.
-        QUERIES: of `T` tokens, if keys are rotated. The last program of a head and row rotates them (`rotate_queries`).
+        NB: capacity of a row in blocks. T: tokens of the call. NEW: a power of two, at least `T`.
+        QUERIES: for `rotate_queries`, by the last program of a head and row; None if keys are not rotated.
         parts: programs per block: 1, or 2 to split keys from values. Key programs take longest, so they start first.
-        EARLY: the call has one token, and every program loads it at once.
+        EARLY: every program loads the call's one token together with its row, and learns later if it is its own.
     """
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
@@ -279,7 +289,7 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     ROTATES: tl.constexpr = K_SIDE.ROTATION is not None or V_SIDE.ROTATION is not None
-    if EARLY:  # load the token and the row at the same time; the row tells later if the token is real
+    if EARLY:  # a load after the row would make every step wait twice
         early_k, early_v, bad = _early_token(source, b, h, NEW, ROTATES, C)
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
@@ -289,7 +299,7 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
     block = Block(b, h, bh, row, index, home, start, used, (j < closing) & used, flags)
     if part == 0:
         note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
-    if used & (block.closes | (start + C.BLOCK > length)):  # otherwise the block does not change
+    if used & (block.closes | (start + C.BLOCK > length)):  # a block of old tokens that stays open does not change
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
         if EARLY and ROTATES:

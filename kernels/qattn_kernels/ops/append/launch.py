@@ -11,6 +11,7 @@ from qattn_kernels.launch.constants import FACTORS_STEP, WIDEST_TILE, Sizes, pow
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
+from qattn_kernels.layout import WIDEST_HEAD
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import short_kernel
 from qattn_kernels.ops.append.long_call import finish_kernel, long_kernel
@@ -20,7 +21,7 @@ from qattn_kernels.reference.rows import open_span_blocks
 
 FEW_PROGRAMS = 64  # up to this many programs, split keys from values: more multiprocessors are busy
 AT_ONCE = 512  # programs that run on a GPU at the same time
-TWO_EACH = 264  # programs of four warps that fit at two per multiprocessor
+TWO_EACH = 264  # programs of four warps, two on each of the 132 multiprocessors of an H200 or H100
 
 
 def _codec(jit: JitFormat, reads: bool = False) -> tuple:
@@ -29,7 +30,7 @@ def _codec(jit: JitFormat, reads: bool = False) -> tuple:
 
 
 def rank(call: Call) -> None:
-    """Decide which heads of a long call get 2 bits, in rows whose first block the call closes. Runs before the append.
+    """Decide which heads get 2 bits, in rows whose first block a long call closes. Runs before the append.
 
     Does nothing for formats that do not rank heads. Short calls rank heads inside the append."""
     size = call.sizes
@@ -67,7 +68,7 @@ def append(call: Call) -> None:
     rotates, blocks = call.sizes.K.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
-    # give queries separate programs, unless those would wait for a free multiprocessor
+    # one more program per head and row rotates the queries, unless it would wait for a free multiprocessor
     apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE
     crowded = (parts * blocks + apart) * rows > TWO_EACH * 4 // options["num_warps"]
     if crowded and max(call.sizes.K.DP, call.sizes.V.DP) <= 128 and not call.sizes.K.SMOOTH:
@@ -116,7 +117,8 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
 def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
     """Return parts per block and launch options of `long_kernel`.
 
-    128 channels of both sides do not fit in registers at once. The call then uses two parts, or twice as many threads:
+    Heads wider than 256 channels take two parts. 128 channels of both sides do not fit in registers at once. The call
+    then uses two parts, or twice as many threads:
 
     - Groups of 128 unquantized tokens take more threads. With compensation they take two parts, because a tile passes
       through shared memory.
@@ -130,6 +132,8 @@ def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
             return 2, {**options, "maxnreg": 80}
         if size.BLOCK == 64 and spec.k.in_model_precision and spec.v.in_model_precision:
             return 2, {**options, "maxnreg": 64}
+    if min(size.K.DP, size.V.DP) > WIDEST_HEAD:
+        return 2, {**options, "maxnreg": 128}
     return 1, {**options, "maxnreg": 128}  # two programs of eight warps share a multiprocessor
 
 
@@ -174,7 +178,7 @@ def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
 def finish(call: Call, unpacked: UnpackedKV | None = None) -> None:
     """Finish a long call: write the newest tokens to the ring and commit the row lengths.
 
-    Also computes the value factors of `unpacked`, if it has room for them."""
+    Also computes the value factors (`ops.prefill.value_factors`) of `unpacked`, if it has room for them."""
     k, v, size = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes
     factors, slots = (None, 0) if unpacked is None else (unpacked.factors, unpacked.bias.shape[2])
     tiles, heads = -(-size.RING // size.BLOCK), size.H if size.RING or factors else 1

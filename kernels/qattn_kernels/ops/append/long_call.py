@@ -17,7 +17,7 @@ from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
 from qattn_kernels.jit.tokens import Source, new_tokens, new_tokens_of, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
-from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, own_place, to_ring
+from qattn_kernels.ops.append.kernel import Block, BlockHome, Codec, drop_bits, note_block, own_place, to_ring
 from qattn_kernels.ops.append.smooth import minus_mean
 from qattn_kernels.ops.prefill.value_factors import Factors, write_factors
 
@@ -232,7 +232,7 @@ def long_kernel(SOURCE, SPANS, span_stride, LAYER, K_MEAN, UNPACKED, ROWS, NB, o
     flags, chosen = blocks.dropped + bh.to(tl.int64) * NB * (C.BLOCK // 8), None
     if C.ENTRIES > 0:
         chosen = LAYER.sinks.chosen + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8)
-    block = Block(b, h, bh, row, index, Home(b, index, NB), start, used, (j < closing) & used, flags)
+    block = Block(b, h, bh, row, index, BlockHome(b, index, NB), start, used, (j < closing) & used, flags)
     if part == 0:
         note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
     call = LongBlock(Source(*SOURCE), blocks.nonfinite, UnpackedTensors(*UNPACKED), block, chosen, K_MEAN)

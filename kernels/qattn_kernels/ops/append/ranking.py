@@ -26,7 +26,8 @@ class Masks(NamedTuple):
 @triton.jit
 def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, SIDE: tl.constexpr,
               C: tl.constexpr):  # fmt: skip
-    """Return the priority of TurboAttention section 3.2, as `formats.flashq.priority.head_priority` specifies it."""
+    """Return the priority fp64 of a head from its block's tokens (TurboAttention, section 3.2). `SIDE.RANK` chooses the
+    measure. `formats.flashq.priority.head_priority` is the specification."""
     code, scale = with_ring(S, code, scale, pos, old, bh, SIDE, C)
     code, scale = BLOCK_FORM(code, scale, keep)
     x = code * scale[:, None]
@@ -49,7 +50,8 @@ def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, SIDE
 
 @triton.jit
 def _places(S, priority, C: tl.constexpr):
-    """Return the place `[H]` of each head: heads with the lowest priority take the 2-bit places after the others.
+    """Return the place `[H]` of each head from priorities `[H]`: the heads of lowest priority get 2 bits, and their
+    places are after the others'.
 
     Ties go to the lower head."""
     n = tl.arange(0, triton.next_power_of_2(C.H))

@@ -30,7 +30,7 @@ def append(state: State, spec: LayerSpec, open_span: OpenSpan, span: torch.Tenso
     for j in range(open_span.pos.shape[1]):
         index = (open_span.closed + j).clamp(max=capacity - 1).long()
         closes, reached = j < open_span.closing, open_span.valid[:, j, 0]
-        known = closes.device.type == "cpu"  # whether asking does not wait for the device
+        known = closes.device.type == "cpu"  # the host can look at values without waiting
         write_rows(
             state["dropped"], index, reached, bool_to_bits(open_span.valid[:, None, j] & ~open_span.keep[:, :, j])
         )

@@ -19,9 +19,10 @@ def dequantize(S, code, scale):
 
 @triton.jit
 def mean_key(x, keep, full):
-    """Return the mean `[DP]` of tokens `x` `[BLOCK, DP]`, added in the order of the reference.
+    """Return the mean `[DP]` of the tokens `x` `[BLOCK, DP]` that `keep` `[BLOCK]` selects, summed in the order of the
+    reference.
 
-    In a block that is not `full`, empty slots count as zeros, as in the reference."""
+    In a block that is not `full`, the sum is divided by `BLOCK`, as in the reference: empty slots count as zeros."""
     BLOCK: tl.constexpr = x.shape[0]
     STEPS: tl.constexpr = 7 if BLOCK == 128 else 6
     count = tl.where(full, tl.maximum(tl.sum(keep.to(tl.int32), 0), 1), BLOCK).to(tl.float32)

@@ -45,10 +45,16 @@ class CropSizes(NamedTuple):
 @triton.jit(do_not_specialize=["drop", "NB"])
 def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, FIXED, drop, NB, NUMBERS: tl.constexpr,
                 BY_TOKENS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (row): shortens the row and its `NB` blocks by the last `drop` tokens.
+    """Shorten a row and its `NB` blocks by the last `drop` tokens. One program per row.
 
-    `FIXED`: the tensors that formats name as `fixed`, or None. Each row has `NUMBERS` values in one of them, and
-    `BY_TOKENS` says whether tokens fix it. `C`: the `CropSizes`."""
+    Args:
+        STATE: fields of a `RowState`. ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN: state tensors of these names.
+        FIXED: the state tensors that formats name as `fixed` (a row computes them once, from its first tokens), or
+            None. The crop resets them if their tokens are gone.
+        NUMBERS: values of a row in each tensor of `FIXED`. BY_TOKENS: whether a row's first tokens fix it, rather than
+            its first closed block.
+        C: the `CropSizes`.
+    """
     b = tl.program_id(0)
     state = RowState(*STATE)
     longest, open_start, closed = tl.load(state.longest + b), tl.load(state.open_start + b), tl.load(state.closed + b)
@@ -88,7 +94,7 @@ def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, FIXED, drop, NB,
 
 @triton.jit(do_not_specialize=["H", "NB"])
 def clear_kernel(STATE, BLOCK_LEN, DROPPED, H, NB, BLOCK: tl.constexpr, BYTES: tl.constexpr):
-    """Program (`BLOCKS` blocks, head, row), after `crop_kernel`: clears the mask bits past the row's end.
+    """Clear the mask bits past a row's end, after `crop_kernel`. One program per (`BLOCKS` blocks, head, row).
 
     `BYTES`: a power of two, at least the bytes of a block's mask."""
     h, b = tl.program_id(1), tl.program_id(2)

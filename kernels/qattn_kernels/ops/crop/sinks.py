@@ -35,8 +35,9 @@ def _put_bits(flags, slot, clear, put):
 
 @triton.jit(do_not_specialize=["NB"])
 def sinks_kernel(STATE, TABLE, K_SINKS, V_SINKS, DROPPED, NB, C: tl.constexpr):
-    """Program (head, row), after `crop_kernel` and `clear_kernel`: removes the sinks of removed tokens and undoes the
-    changes that reopened blocks made to the table.
+    """Remove the sinks of removed tokens, and undo the changes that reopened blocks made to the table.
+
+    Runs after `crop_kernel` and `clear_kernel`, one program per (head, row).
 
     A row that lost packed tokens beyond the horizon keeps its remaining sinks unchanged. The kernel recognizes such a
     row by `longest`, which equals its length only after a crop of this kind.

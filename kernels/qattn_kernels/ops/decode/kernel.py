@@ -1,11 +1,14 @@
 """Decode attention in Triton: split-KV, as in FlashDecoding.
 
-One program handles one split of a row's packed blocks or one part of its open tokens. A merge kernel then combines the
-splits by their log-sum-exp.
+The context of a row has three parts: packed blocks, the ring of open tokens, and the sink pool. It is divided into
+splits. One program attends to one split with an online softmax (`parts.py`, `open_tokens.py`). A merge kernel then
+combines the splits by their log-sum-exp. `ops/decode/reference.py` is the specification.
 
-TurboAttention, Algorithm 2, with the key channel scale folded into the query and the value channel scale into the
-accumulator. `ops/decode/reference.py` is the specification; `parts.py` has the online softmax of each split. Queries
-are columns, scores are in log2 units.
+For the format `flashq` this is TurboAttention's Algorithm 2, with the key channel scale folded into the query and the
+value channel scale into the accumulator.
+
+Queries are columns of a tile, scores are in log2 units. Query `n` of a KV head belongs to token `n // G` and to query
+head `n % G` of its GQA group.
 
 `C` is a `launch.constants.Sizes` and `row` a `layout.Row`. `K` and `V` hold the tensors of one side of the layer, in
 the form that its format's functions take (`formats.contract.JitFormat`)."""
@@ -33,7 +36,7 @@ from qattn_kernels.ops.decode.open_tokens import (
 from qattn_kernels.ops.decode.parts import (
     Blocks,
     Codec,
-    Home,
+    HeadHome,
     Homes,
     Program,
     Scoring,
@@ -63,9 +66,10 @@ def blocks_seen(row, NB, C: tl.constexpr):
 
 @triton.jit
 def blocks_per_split(blocks, splits, shares, C: tl.constexpr):
-    """Return the packed blocks per split. It depends on the row's length and ignores the capacity.
+    """Return the packed blocks per split, a multiple of `C.TILE`, for a row of `blocks` blocks.
 
-    `shares`: the `table.Shares`."""
+    `splits`: splits of the launch, those of open tokens included. `shares`: the `table.Shares`. The result ignores the
+    capacity, so that sums do not depend on it."""
     sharing = tl.minimum(tl.where(blocks < shares.few * shares.long, shares.few, shares.many), splits - C.OPEN)
     return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), shares.least), C.TILE) * C.TILE
 
@@ -90,9 +94,9 @@ class Results(NamedTuple):
     """Partial results of all splits, and the counters of sparse V.
 
     Attributes:
-        out: fp32 `[B * H, splits, T * G, D]`, sums of weighted values.
-        stats: fp32 `[B * H, splits, T * G, 2]`, maximum and sum of the weights. Sparse V has a third entry, the dropped
-            part of that sum.
+        out: fp32 `[B * H, splits, T * G, D]`, sums of weighted values, not yet divided by the sum of the weights.
+        stats: fp32 `[B * H, splits, T * G, 2]`, the largest score in log2 units, and the sum of the weights relative to
+            it. Sparse V has a third entry, the dropped part of that sum.
         skip_counts: the `SkipCounts` of sparse V, or None.
     """
 
@@ -126,7 +130,9 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
 
 @triton.jit
 def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C: tl.constexpr):
-    """Store one split's partial result for queries `n`. Queries with a non-finite input get NaN."""
+    """Store one split's `Sums` and `Skips` of queries `n` to `results`.
+
+    `T`: tokens of the call. `real`: bool `[Q]`, columns with a token. Queries marked in `nonfinite` get NaN."""
     SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
     acc = tl.where(nonfinite[None, :], float("nan"), sums.acc)
@@ -144,20 +150,20 @@ def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
 def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits, few, many, long, least, CODEC,
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Attend to one part of the context for up to `Q` queries. One program per (row and head, queries, split).
+    """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
-    The first splits read the ring, the next one the sink pool. Launch them first for all rows: they can take longest,
-    and the merge waits for the slowest program. The other splits share a row's blocks evenly (`blocks_per_split`).
+    The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. They start first because
+    they can take longest. The others share a row's blocks evenly (`blocks_per_split`); those that a short row does not
+    need end at once. The last split has the least to do, so it commits the new lengths to `LAYER`.
 
-    The last split has the least to do, so it commits the new lengths to `LAYER`. Other programs read `ROWS`, which
-    keeps each row as it was before the call. The mask bits cover masked tokens, and tokens that were in the sink pool
-    before the call.
+    Programs read `ROWS`, which keeps each row as it was before the call. The mask bits cover masked tokens, and tokens
+    that were in the sink pool before the call.
 
     Args:
         QUERIES, RESULTS, scoring, CODEC: fields of a `QuerySource`, `Results`, `Scoring` and `Codec`.
         ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
-        LAYER: the `launch.call.LayerTensors`.
-        skip_limits: tau and budget of sparse V. few, many, long, least: the `table.Shares`.
+        LAYER: the `launch.call.LayerTensors`. NB, B, T: capacity of a row in blocks, rows, tokens of the call.
+        skip_limits: tau and budget of sparse V. few, many, long, least: the `table.Shares`. STAGES: loads in flight.
     """
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
@@ -199,7 +205,7 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
             rows = 0 if C.PAGED else b * NB
             pos, length = state.block_pos + rows, state.block_len + rows
             packed = Blocks(begin, end, pos, length, sinks.moved, k_mean_scores, limits, known)
-            homes = Homes(Home(k_head, k_low), Home(v_head, v_low))
+            homes = Homes(HeadHome(k_head, k_low), HeadHome(v_head, v_low))
             sums, skips = packed_part(K, V, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
         store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
 

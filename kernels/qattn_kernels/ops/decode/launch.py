@@ -10,6 +10,7 @@ from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
+from qattn_kernels.launch.options import warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import Shares, choose
@@ -19,7 +20,7 @@ ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp and four warps merge at o
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention of a short call after its append, and commit the row lengths.
+    """Compute the attention of a short call, and commit the row lengths. The append of the call must have run.
 
     Returns:
         Output `[B, Hq, T, D]` in the query's dtype, with memory order B, T, Hq, D, and fp32 log-sum-exp `[B, Hq, T]`.
@@ -38,9 +39,9 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    few = tuned.shares.many <= ONE_WARP  # ignores the capacity, so that sums do not depend on it
+    few = tuned.shares.many <= ONE_WARP  # not the splits launched: sums would depend on the capacity
     chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
-    return merge(call, results, tuned.shares, chunk, warps)
+    return merge(call, results, tuned.shares, chunk, warps_of(size.V.DP, warps))
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:

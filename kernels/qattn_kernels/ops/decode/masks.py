@@ -21,7 +21,8 @@ from qattn_kernels.ops.sink_pool.kernel import moved_tokens, visible_from
 
 @triton.jit
 def mask_ring(s, ring_slot, program, C: tl.constexpr):
-    """Mask scores of ring slots `ring_slot` that a query may not see, or reads from a packed block instead."""
+    """Mask scores `s` `[slots, Q]` of ring slots `ring_slot` that a query may not see, or reads from a packed block
+    instead: a block that this call closes is in both places."""
     row, q_pos = program.row, program.q_pos
     last = row.length + row.count - 1
     pos = last - (last - ring_slot + C.RING) % C.RING
@@ -55,7 +56,8 @@ def masked_words(words, block, C: tl.constexpr):
 
 @triton.jit
 def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
-    """Mask scores that a query may not see, in a block of `tokens` tokens at index `at`.
+    """Mask scores `s` `[BLOCK, Q]` that a query may not see, in a row's block number `block`, at index `at` of the
+    arena or pool, with `tokens` tokens and the mask bits `masked` (`masked_words`).
 
     Works from scalars only. A vector load would pass through shared memory once for each layout that the compiler uses
     for scores."""

@@ -76,7 +76,7 @@ def _ring_tile(K, V, program, start, sums, skips, codec, C: tl.constexpr):
 
 @triton.jit
 def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
-    """Attend to one of the `C.RING_PARTS` parts of the ring, in slot order."""
+    """Attend to part number `part` of the ring, which has `C.RING_PARTS` parts of equal size, in slot order."""
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
     first = 0  # with a single part, the compiler knows the bounds
     if C.RING_PARTS > 1:
@@ -100,9 +100,10 @@ def last_sink(TABLE, bh, asked, C: tl.constexpr):
 
 @triton.jit
 def sink_scores(pool, program, start, codec, C: tl.constexpr):
-    """Return the masked scores of the sink entries from `start` on.
+    """Return the masked scores of `SINK_TILE` sink entries from `start` on.
 
-    Visibility comes as bits of an integer, which every thread holds."""
+    Which entries are visible is packed into the bits of one integer, because every thread can hold that; a vector
+    would move between threads."""
     SIDE: tl.constexpr = C.K
     p, scoring, of_head = program.q_pos, program.scoring, program.bh.to(tl.int64) * C.ENTRIES
     first = of_head + start

@@ -1,8 +1,8 @@
 """Types that decode programs share, and attention over packed blocks; `open_tokens.py` handles the ring and the sinks.
 
-Each part is an online softmax over tiles of scores, as in FlashAttention. `weigh` computes a tile's weights against the
-tile's own maximum. Older sums are scaled down when the running maximum rises. Queries are columns, scores are in log2
-units."""
+Attention is an online softmax over tiles of scores, as in FlashAttention. The weights of a tile are relative to the
+tile's own maximum (`weigh`), which gives INT8 weights their full range. The older sums and the tile's sums are then
+scaled to the running maximum. Queries are columns, scores are in log2 units."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Blocks(NamedTuple):
     known: Any
 
 
-class Home(NamedTuple):
+class HeadHome(NamedTuple):
     """Location of the codes of a head's keys or values.
 
     Attributes:
@@ -111,7 +111,7 @@ class Home(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """The `Home` of a head's keys and the `Home` of its values."""
+    """The `HeadHome` of a head's keys and the `HeadHome` of its values."""
 
     k: Any
     v: Any
@@ -140,8 +140,8 @@ class Run(NamedTuple):
 
 
 class SkipLimits(NamedTuple):
-    """Limits of sparse V: it skips weights below `tau`, up to `budget` of a row's sum. A split may use a `share` of
-    that."""
+    """Limits of sparse V: it skips weights below `tau`, up to the share `budget` of a query's sum of weights. Of that,
+    a split may use `share`: 1 / the number of splits of packed blocks."""
 
     tau: Any
     budget: Any
@@ -197,22 +197,23 @@ def _whole_scores(s, program, blocks, block, at, C: tl.constexpr):
 
 
 @triton.jit
-def _place(program, run, block, C: tl.constexpr):
-    """Return where blocks lie. Block numbers after the end of the run map to its last block, which masking hides."""
+def _location(program, run, block, C: tl.constexpr):
+    """Return the location of blocks as `block_at` does. Block numbers after the end of the run map to its last block,
+    which masking hides."""
     return block_at(program.pages, program.b, tl.minimum(block, run.end - 1), program.capacity, C)
 
 
 @triton.jit
 def _run_of_tiles(K, V, program, blocks, run, sums, codec, STAGES: tl.constexpr, C: tl.constexpr):
-    """Implement `_run` for formats that sum values in tiles of `C.TILE` small blocks."""
+    """Implement `_run` for formats that read `C.TILE` small blocks at a time (`Side.MOST_TILE`)."""
     TILE: tl.constexpr = C.TILE
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     for block in tl.range(run.begin, run.end, TILE, num_stages=STAGES):
-        at = run.head + _place(program, run, block + tl.arange(0, TILE), C)
+        at = run.head + _location(program, run, block + tl.arange(0, TILE), C)
         places, each, seen = (), (), ()
         for i in tl.static_range(TILE):
-            places += (_place(program, run, block + i, C),)
+            places += (_location(program, run, block + i, C),)
             each += (run.head + places[i],)
         scores = codec.block_scores(K, BlockAt(each, at, run.K_BITS), program.query, K_SIDE, C)
         for i in tl.static_range(TILE):

@@ -42,7 +42,8 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def load_queries(queries, b, h, n, t, row, T, C: tl.constexpr):
-    """Load queries `n` of KV head `h` and tokens `t`: `[DP, Q]` in the model's dtype, zeros after the row's queries.
+    """Load queries `n` `[Q]` of KV head `h`, which belong to tokens `t` `[Q]` of the row: `[DP, Q]` in the model's
+    dtype, zeros after the row's queries.
 
     A step loads its query before the row is known. If the row has no token, the loaded query goes unused."""
     SIDE: tl.constexpr = C.K
@@ -59,7 +60,9 @@ def load_queries(queries, b, h, n, t, row, T, C: tl.constexpr):
 
 @triton.jit
 def query_tile(q, scale, C: tl.constexpr):
-    """Return the `QueryTile` of queries `q`, and bool `[Q]`: which queries are not finite."""
+    """Return the `QueryTile` of queries `q` `[DP, Q]`, and bool `[Q]`: which queries are not finite.
+
+    `scale`: scale of the scores, in log2 units."""
     nonfinite = broken(q.to(tl.float32), 0)
     q = tl.where(nonfinite[None, :], 0.0, q)
     scaled = q.to(tl.float32) * scale

@@ -1,5 +1,7 @@
-"""Launch configurations of the decode, chosen by the sizes of a call. They ignore the capacity, so that results do
-too."""
+"""Choose the launch configuration of a decode from the sizes of a call.
+
+It must not depend on the capacity: the number of splits changes the order of sums, and results would change when a
+cache grows."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch
 
 from qattn_kernels.chip import Chip
 from qattn_kernels.launch.constants import Sizes
+from qattn_kernels.launch.options import warps_of
 from qattn_kernels.launch.tuned import Decode, tuned_for
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -33,10 +36,10 @@ class Shares(NamedTuple):
     """How splits share the packed blocks of a context.
 
     Attributes:
-        few: splits of a context.
-        many: splits of a long context, in which each of the `few` would get `long` blocks or more.
-        long: see `many`.
-        least: least blocks per split.
+        few: splits of a short context.
+        many: splits of a long context.
+        long: a context is long if each of `few` splits would get this number of blocks or more.
+        least: least blocks per split. A shorter context leaves splits unused.
     """
 
     few: Any
@@ -63,14 +66,20 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Chip) -> Launch:
-    """Choose the launch for `rows` rows of queries per KV head, and a ring or values of `dtype`."""
+    """Choose the launch configuration of a decode.
+
+    Args:
+        size: constants of the call.
+        spec: formats of the layer.
+        dtype: dtype of the model, which an unquantized ring or unquantized values have.
+        rows: tiles of queries per KV head, over all rows of the batch.
+        chip: the GPU.
+    """
     warps, stages = 1, 3
     if spec.v.in_model_precision:
-        warps, stages = 2, 2
+        warps, stages = warps_of(size.K.DP, 2), 2
     elif size.K.DP > ONE_WARP_DIM:
-        # four warps would select Hopper's wgmma, whose 8-bit form needs an order of weights that Triton 3.6 does not
-        # provide
-        warps = 2
+        warps = size.K.DP // ONE_WARP_DIM
     warps = max(warps, *(fmt.core.decode_warps(size.K.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
     registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
     programs = REGISTERS // registers  # per multiprocessor, limited by registers
@@ -98,7 +107,7 @@ def shares_of(places: int, heads: int, block: int, open_programs: int, tuned: De
 
     Args:
         places: programs that run at once.
-        heads: rows times KV heads, each with a context to share.
+        heads: tiles of queries over all rows and KV heads, each with a context to share.
         block: tokens per block.
         open_programs: programs per row and head for open tokens and sinks.
         tuned: measured limits of the GPU.

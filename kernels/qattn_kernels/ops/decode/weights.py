@@ -18,7 +18,8 @@ def soft_cap(s, cap):
 
 @triton.jit
 def weights(s, top, running, threshold, C: tl.constexpr):
-    """Return exponentials relative to the tile's maximum `top`. SAS cuts relative to the running maximum."""
+    """Return exponentials of scores `s` relative to the tile's maximum `top` `[Q]`. SAS sets weights to 0 that are
+    `threshold` below the `running` maximum `[Q]`."""
     x = s - top[None, :]
     if C.SAS:
         return exp2_sas(x, (threshold + running - top)[None, :])
@@ -27,10 +28,10 @@ def weights(s, top, running, threshold, C: tl.constexpr):
 
 @triton.jit
 def weigh(s, m, threshold, C: tl.constexpr):
-    """Return `(weights, alpha, beta, running)` of a tile.
+    """Return `(weights, alpha, beta, running)` of a tile of scores `s` `[n, Q]`, with `m` `[Q]` the maximum so far.
 
     `weights` are relative to the tile's own maximum. `alpha` rescales the older sums and `beta` the tile's sums to the
-    running maximum `running`."""
+    new maximum `running`."""
     top = tl.max(s, 0)
     running = tl.maximum(m, top)
     return weights(s, top, running, threshold, C), tl.exp2(m - running), tl.exp2(top - running), running

@@ -241,10 +241,10 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
 def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, many, long, least,
                          STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
                          C: tl.constexpr):  # fmt: skip
-    """Program (row, queries, split): attends to one split of the context for `Q` queries.
+    """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split).
 
-    Queries are in the order of tokens, then heads. Splits and arguments are as in
-    `ops.decode.kernel.decode_kernel` with one KV head. `F`: the `Forms`."""
+    Queries are in the order of tokens, then heads. Splits and arguments are as in `ops.decode.kernel.decode_kernel`
+    with one KV head. `K_GET`, `V_GET`: `get` of the formats of RoPE parts and of latents. `F`: the `Forms`."""
     b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
@@ -312,7 +312,7 @@ def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: t
 @triton.jit(do_not_specialize=["T"])
 def latent_prefill_kernel(QUERIES, ROWS, UNPACKED, SINKS, OUT, LSE, T, scoring, SINK_LOGITS: tl.constexpr,
                           STAGES: tl.constexpr, F: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (queries, row) of a long call: `Q` queries attend to unpacked keys and values.
+    """Attend to unpacked keys and values for `Q` queries of a long call. One program per (tile of queries, row).
 
     Queries are in the order of tokens, then heads. Programs with the most slots to read start first. `OUT`:
     `[B, T, G, DV]`; `LSE`: fp32 `[B, G, T]`."""

@@ -9,6 +9,7 @@ import torch
 from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.launches import launch
+from qattn_kernels.launch.options import warps_of
 from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.spec import Compute, LayerSpec
 from qattn_kernels.layout import Window
@@ -99,7 +100,8 @@ def _write_codes(
                          window.block)  # fmt: skip
         launch(
             codes_kernel, (-(-slots // TILE.value), batch * heads, sides),
-            keys, values, unpacked.bias, unpacked.rows, heads, slots, C=size, enable_fp_fusion=True,
+            keys, values, unpacked.bias, unpacked.rows, heads, slots, C=size, num_warps=warps_of(dim, 4),
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def _statistics(unpacked: UnpackedKV, compute: Compute, window: Window) -> _Stat
     launch(
         stats_kernel, (parts, batch * heads, sides),
         (k, k.stride()[:3]), (v, v.stride()[:3]), unpacked.bias, unpacked.rows, stats, heads, slots,
-        **sizes, STEP=STEP, BLOCK=window.block, SMOOTH_V=compute.smooth_v, num_warps=8,
+        **sizes, STEP=STEP, BLOCK=window.block, SMOOTH_V=compute.smooth_v, num_warps=warps_of(dim, 8),
         enable_fp_fusion=True,
     )  # fmt: skip
     mean, scale = empty(sides, batch, heads, dim), empty(sides, batch, heads, dim)
@@ -127,7 +129,7 @@ def _statistics(unpacked: UnpackedKV, compute: Compute, window: Window) -> _Stat
     launch(
         settle_kernel, (batch * heads, sides),
         stats, mean, scale, clean, parts, largest, **sizes, CHUNK=32, SMOOTH_K=int(compute.smooth_k),
-        SMOOTH_V=int(compute.smooth_v), enable_fp_fusion=True,
+        SMOOTH_V=int(compute.smooth_v), num_warps=warps_of(dim, 4), enable_fp_fusion=True,
     )  # fmt: skip
     return _Statistics(mean, scale, clean)
 
@@ -164,7 +166,7 @@ def _query_means(q: torch.Tensor, unpacked: UnpackedKV, compute: Compute) -> tor
     launch(
         query_means_kernel, (batch * heads, parts),
         q, q.stride()[:3], unpacked.rows, means, heads, D=dim, DP=power_of_two(dim), SIZE=QUERY_BLOCK,
-        TOGETHER=together, enable_fp_fusion=True,
+        TOGETHER=together, num_warps=warps_of(dim, 4), enable_fp_fusion=True,
     )  # fmt: skip
     return means.sum(2, keepdim=True) if together else means
 

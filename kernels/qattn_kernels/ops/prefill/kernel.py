@@ -7,7 +7,11 @@ Products are INT8, FP8 or bf16/fp16/fp32. Optimizations in addition to the quant
 - An int32 sum becomes a float without the conversion unit. The product starts from the bits of 1.5 * 2^23, so its
   result read as a float is `ROUNDER + sum`. The multiply-add that scales it also subtracts `ROUNDER * scale`. The error
   is at most one unit of a sum of thousands.
-- Keys of a tile are loaded in the order in which the second product needs their weights in registers."""
+- Keys of a tile are loaded in the order in which the second product needs their weights in registers.
+
+A program reads its slots in up to three loops: slots at the edge of a local window, slots that every query sees, where
+no positions are compared, and the rest. Padding after a row's tokens gets separate programs, so that it shares no scale
+with tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +20,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
-from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, largest, to_codes
+from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, float_to_int8, largest
 from qattn_kernels.jit.rows import in_window, load_row, result_column
+from qattn_kernels.ops.prefill.products import (
+    PART,
+    add_values,
+    channels,
+    key_order,
+    load_keys,
+    load_values,
+    product,
+    products,
+)
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
     LEVELS,
@@ -92,7 +105,7 @@ class Sums(NamedTuple):
     """Running state of the online softmax.
 
     Attributes:
-        acc: fp32 `[BM, DVP]`, sum of weighted values.
+        acc: sums of weighted values, fp32 `[BM, channels]` for each `PART` of the channels.
         l: fp32 `[BM]`, sum of the weights.
         m: fp32 `[BM]`, largest score so far, including its value's scale.
         peak: fp32 `[BM]`, largest score so far without that scale; SAS cuts against it.
@@ -102,58 +115,6 @@ class Sums(NamedTuple):
     l: Any
     m: Any
     peak: Any
-
-
-@triton.jit
-def _key_order(n, CODES: tl.constexpr):
-    """Return the token of column `n` in a tile's scores. For 8-bit weights, bits 1, 2 and 3 of `n` are rotated."""
-    return ((n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1)) if CODES else n
-
-
-@triton.jit
-def _token_order(p):
-    """Return columns in token order. On a GPU this only renames registers."""
-    BM: tl.constexpr = p.shape[0]
-    BN: tl.constexpr = p.shape[1]
-    return p.reshape(BM, BN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BM, BN)
-
-
-@triton.jit
-def _load_keys(k, n0, i, C: tl.constexpr):
-    """Load keys of slots `n0 + i`: `[DP, BN]`.
-
-    Offsets inside one head fit 31 bits: 8 million slots of 256 channels."""
-    d = tl.arange(0, C.DP)
-    at = k + n0 * C.D + (i[None, :] * C.D + d[:, None])
-    return tl.load(at) if C.D == C.DP else tl.load(at, mask=d[:, None] < C.D, other=0)
-
-
-@triton.jit
-def _load_values(v, n0, i, N, C: tl.constexpr):
-    """Load values of slots `n0 + i`: `[BN, DVP]`."""
-    d = tl.arange(0, C.DVP)
-    if C.V_INT8 or C.V_FP8:
-        at = v + n0 + (d[:, None] * N + i[None, :])
-        # channels after the last are summed separately and never stored; the interpreter has no FP8 zero for them
-        return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV))
-    else:
-        at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
-        return tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[None, :] < C.DV, other=0)
-
-
-@triton.jit
-def _product(x, y, C: tl.constexpr):
-    """Multiply in the dtype of `x` with fp32 sums. The interpreter has no bf16 product, so it multiplies in fp32."""
-    if C.PLAIN:
-        return tl.dot(x.to(tl.float32), y.to(tl.float32))
-    return tl.dot(x, y.to(x.dtype), input_precision="ieee")
-
-
-@triton.jit
-def _products(x, y):
-    """Multiply INT8 and return fp32 `ROUNDER + sum`."""
-    start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
-    return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -174,9 +135,9 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
     `MASK`: compare row positions. `BLOCKS`: read scales per block; no slot is masked."""
     q, unit = queries.x, queries.unit
     i = tl.arange(0, BN)
-    order = _key_order(i, C.V_INT8 or C.V_FP8)
-    keys = _load_keys(head.k, n0, order, C)
-    x = _products(q, keys) if C.K_INT8 else _product(q, keys, C)
+    order = key_order(i, C.V_INT8 or C.V_FP8)
+    keys = load_keys(head.k, n0, order, C)
+    x = products(q, keys) if C.K_INT8 else product(q, keys, C)
     if BLOCKS and C.V_FP8:
         p, mass, here, new, peak = group_weights(x, unit, sums, head, n0, BN, C)
     elif BLOCKS:
@@ -193,20 +154,12 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
             s = tl.where(_visible(head.pos, queries.pos, n0 + order, C), s, NEGATIVE)
         p, mass, here, new, peak = token_weights(s, r, sums, threshold, C)
     alpha = tl.exp2(sums.m - new)
-    values = _load_values(head.v, n0, i, N, C)
+    acc = ()
+    for part in tl.static_range(triton.cdiv(C.DVP, PART)):
+        values = load_values(head.v, n0, i, N, part, C)
+        acc += (add_values(sums.acc[part], p, values, alpha, here - new, C),)
     if C.V_INT8:
-        beta = tl.exp2(here - new)
-        products = _products(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
-        acc = products * beta[:, None] + (sums.acc * alpha[:, None] - (beta * ROUNDER)[:, None])
-        mass *= beta
-    elif C.V_FP8:  # accumulate from zero and add outside: FP8 tensor cores sum in fewer bits than an accumulator has
-        if C.PLAIN:
-            products = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
-        else:
-            products = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=BN)
-        acc = sums.acc * alpha[:, None] + products
-    else:
-        acc = sums.acc * alpha[:, None] + _product(p.to(values.dtype), values, C)
+        mass *= tl.exp2(here - new)
     return Sums(acc, sums.l * alpha + mass, new, peak)
 
 
@@ -275,9 +228,18 @@ def _window_start(pos, slot, q_pos, C: tl.constexpr):
     return start
 
 
+@triton.jit
+def _no_sums(C: tl.constexpr):
+    """Return the `Sums` of no slots."""
+    nothing, acc = tl.full([C.BM], NOTHING, tl.float32), ()
+    for _ in tl.static_range(triton.cdiv(C.DVP, PART)):
+        acc += (tl.full([C.BM, min(C.DVP, PART)], 0.0, tl.float32),)
+    return Sums(acc, tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
+
+
 @triton.jit(do_not_specialize=["T"])
 def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: tl.constexpr):
-    """Attend with `BM` queries of one head per program.
+    """Attend with up to `BM` queries of one query head. One program per (row, query head, block of queries).
 
     `QUERIES`: queries and strides. `KV`: a `HeadKV` of all heads, without `shift`. `scoring`: scale, cap in log2, SAS
     threshold. `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean` of the `UnpackedKV`, or placeholders."""
@@ -322,8 +284,7 @@ def attend(QUERIES, KV, clean, rows, sinks, extra, out, lse, T, N, scoring, C: t
         start = _window_start(head.pos, slot + tl.minimum(t0, row.count - 1), row.length + t0, C)
         main = tl.maximum(tl.cdiv(slot + stop - 1 - _reach(row.length + stop - 1, C), C.BN) * C.BN, start)
     plain = tl.maximum(plain // C.BN * C.BN, main)
-    nothing = tl.full([C.BM], NOTHING, tl.float32)
-    sums = Sums(tl.full([C.BM, C.DVP], 0.0, tl.float32), tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
+    sums = _no_sums(C)
     if C.LOCAL_WINDOW:
         for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
             sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
@@ -355,18 +316,21 @@ def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, colum
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
         new = tl.maximum(top, sink)
         fade = tl.exp2(top - new)
-        acc, total, top = acc * fade[:, None], total * fade, new
+        total, top = total * fade, new
         total += tl.exp2(sink - new) * WHOLE
     some = real & (total > 0.0)
     weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0) + mark
     sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / WHOLE)
     sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
     tl.store(lse, sums, mask=inside)
-    d = tl.arange(0, C.DVP)
-    x = acc * weight[:, None]
-    if C.V_FP8:
-        x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
-        if C.SMOOTH_V:
-            x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
-    where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
-    tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])
+    for part in tl.static_range(triton.cdiv(C.DVP, PART)):
+        x, d = acc[part], channels(part, C)
+        if C.SINK_LOGITS:
+            x *= fade[:, None]
+        x *= weight[:, None]
+        if C.V_FP8:
+            x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
+            if C.SMOOTH_V:
+                x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
+        where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
+        tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])

@@ -36,10 +36,12 @@ def _of_head(X, strides, head, heads, n):
 
 
 @triton.jit
-def _gather(SIDE, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
+def _gather(SOURCE, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
             DP: tl.constexpr):  # fmt: skip
-    """Store the statistics of slots `first` to `end`, see `stats_kernel`. Skips unrequested ones to save registers."""
-    X, strides = SIDE
+    """Store the statistics of slots `first` to `end`, see `stats_kernel`. Skips unrequested ones to save registers.
+
+    `SOURCE`: keys or values, and their strides over rows, heads and slots."""
+    X, strides = SOURCE
     d = tl.arange(0, DP)
     # reduce once at the end: reductions between warps are expensive
     sums, high = tl.full([TILE, DP], 0.0, tl.float32), tl.full([TILE, DP], float("-inf"), tl.float32)
@@ -155,6 +157,7 @@ class CodeSizes(NamedTuple):
 
 @triton.jit
 def _write_keys(KEYS, BIAS, head, heads, n, N, C: tl.constexpr):
+    """Write codes and scales of keys in slots `n` `[TILE]`. `KEYS` as for `codes_kernel`."""
     D: tl.constexpr = C.D
     GROUP: tl.constexpr = C.GROUP  # a string, which Triton 3.6 takes only by a name
     K, strides, MEAN, CODES, SCALES = KEYS
@@ -169,6 +172,7 @@ def _write_keys(KEYS, BIAS, head, heads, n, N, C: tl.constexpr):
 
 @triton.jit
 def _write_values(VALUES, BIAS, head, heads, n, N, C: tl.constexpr):
+    """Write codes of values in slots `n` `[TILE]`, and scales of INT8 codes. `VALUES` as for `codes_kernel`."""
     D: tl.constexpr = C.D
     V, strides, MEAN, CHANNEL, CODES, SCALES = VALUES
     d = tl.arange(0, C.DP)

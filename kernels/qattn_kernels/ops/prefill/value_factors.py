@@ -1,4 +1,7 @@
-"""Logarithms and inverses of the value scales, computed once per prefill."""
+"""Logarithms and inverses of the value scales, computed once per prefill.
+
+The prefill adds a value's log scale to its score, so `exp2` gives the weight times the scale. The inverse takes the
+scale out of the row sum again."""
 
 from __future__ import annotations
 

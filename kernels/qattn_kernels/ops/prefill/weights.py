@@ -152,7 +152,7 @@ def row_weights(x, unit, sums, head, n0, order, see, BN: tl.constexpr, MASK: tl.
 
 @triton.jit
 def group_weights(x, unit, sums, head, n0, BN: tl.constexpr, C: tl.constexpr):
-    """FP8 weights of a tile from its integer sums `x`, where keys share scales in groups and no key is masked.
+    """Return FP8 weights of a tile from its integer sums `x`, where keys share scales in groups and no key is masked.
 
     The largest sum of a group gives its largest score, so one multiply-add turns a sum into its exponent. Groups are
     those of `thread` (`formats.granularity`), four per 64 tokens. `kernel._key_order` assigns tokens to columns. Bits 3

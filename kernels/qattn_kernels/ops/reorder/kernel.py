@@ -25,7 +25,7 @@ def _move(ARENA, ROWS, begin, stride, count, B, UNITS: tl.constexpr, MOST: tl.co
 
 @triton.jit(do_not_specialize=["B"])
 def reorder_kernel(ARENA, ROWS, CHUNKS, B, MOST: tl.constexpr, UNITS: tl.constexpr, WORD: tl.constexpr):
-    """Program: moves one chunk of every row.
+    """Move one chunk of every row. One program per chunk.
 
     `CHUNKS` `[n, 3]`: the byte where a chunk begins in the arena's first row, the bytes from one row to the next, and
     the bytes of the chunk. `B`: number of rows, at most `MOST`. Row i becomes the old row `ROWS[i]`."""

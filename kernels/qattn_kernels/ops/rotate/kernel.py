@@ -38,6 +38,7 @@ class Turn(NamedTuple):
 @triton.jit
 def _turn(turn, SIGNS, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
           ROWS: tl.constexpr):  # fmt: skip
+    """Rotate this program's `ROWS` blocks of channels of one `Turn`. Arguments as for `rotate_kernel`."""
     X, OUT, x_strides, out_strides, FACTORS, group, rows, heads = turn
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, block = n // (DIM // SIZE), n % (DIM // SIZE)
@@ -61,9 +62,15 @@ def _turn(turn, SIGNS, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr, SIZE
 @triton.jit
 def rotate_kernel(TURNS, SIGNS, tokens, unit, COUNT: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
                   SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Program (tile, tensor): rotates `ROWS` blocks of `SIZE` channels. Each token of a head has `DIM // SIZE` blocks.
+    """Rotate `ROWS` blocks of `SIZE` channels. One program per (tile, tensor).
 
-    `TURNS`: a `Turn` for each of `COUNT` tensors. `unit` makes the transform orthonormal. `BACK`: compute the inverse.
+    Each token of a head has `DIM // SIZE` blocks of channels, which are rotated separately.
+
+    Args:
+        TURNS: a `Turn` for each of `COUNT` tensors.
+        SIGNS: fp32 `[DIM]`, the random signs of the channels.
+        tokens: tokens of each tensor. unit: factor that makes the transform orthonormal.
+        BACK: compute the inverse. STAGES: log2 of `SIZE`.
     """
     for i in tl.static_range(COUNT):
         if tl.program_id(1) == i:
@@ -72,15 +79,17 @@ def rotate_kernel(TURNS, SIGNS, tokens, unit, COUNT: tl.constexpr, BACK: tl.cons
 
 
 @triton.jit
-def _places(strides, b, head, t):
+def _offsets(strides, b, head, t):
+    """Return int64 offsets of tokens `t` of heads `head` in row `b`."""
     return b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + t.to(tl.int64) * strides[2]
 
 
 @triton.jit
 def rotate_queries(QUERIES, b, h, T, C: tl.constexpr):
-    """Rotate the queries of `T` tokens of a KV head for a short call.
+    """Rotate the queries of `T` tokens of KV head `h` in a short call, and round them to the model's dtype.
 
-    `QUERIES`: input, output, the strides of both and, with equalized keys, the factors of the queries."""
+    `QUERIES`: input and output `[B, Hq, T, D]`, the strides of both over rows, heads and tokens, and the queries'
+    factors fp32 `[H, D]` if keys are equalized, else None."""
     SIDE: tl.constexpr = C.K
     R: tl.constexpr = SIDE.ROTATION
     d = tl.arange(0, SIDE.DP)
@@ -90,8 +99,8 @@ def rotate_queries(QUERIES, b, h, T, C: tl.constexpr):
     for tile in range(tl.cdiv(T * C.G, C.Q)):
         n = tile * C.Q + tl.arange(0, C.Q)
         inside = (n < T * C.G)[:, None] & (d < SIDE.D)[None, :]
-        at = _places(QUERIES[2], b, h * C.G + n % C.G, n // C.G)
+        at = _offsets(QUERIES[2], b, h * C.G + n % C.G, n // C.G)
         q = tl.load(QUERIES[0] + at[:, None] + d[None, :], mask=inside, other=0.0)
         q = rotate_rows(q.to(tl.float32), factor, False, R).to(q.dtype)
-        at = _places(QUERIES[3], b, h * C.G + n % C.G, n // C.G)
+        at = _offsets(QUERIES[3], b, h * C.G + n % C.G, n // C.G)
         tl.store(QUERIES[1] + at[:, None] + d[None, :], q, mask=inside)

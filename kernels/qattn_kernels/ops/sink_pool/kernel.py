@@ -1,8 +1,9 @@
-"""SinkQ's pool in Triton. `ops/sink_pool/reference.py` is the specification.
+"""SinkQ's pool in Triton. `ops/sink_pool/reference.py` is the specification, `table.py` explains the sink table.
 
-A decode reads the sink table as it is after the append, and the bits of `dropped` as they were before the call. Changes
-made by a close apply to queries from `visible_from` on, as in single steps. The bits are updated when every program has
-read them."""
+A closing block lets its keys compete with the sinks of the pool, and the smallest keys win. The winners are masked in
+their block (bits of `dropped`) and read from the table instead. A decode reads the table as it is after the append, and
+the bits as they were before the call. Changes made by a close apply to queries from `visible_from` on, as in single
+steps. The bits are updated when every program has read them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def visible_from(row, C: tl.constexpr):
 
 @triton.jit
 def moved_tokens(MOVED, block, t, bh, C: tl.constexpr):
-    """Return which tokens `t` of a block the close of a short call moved into the table or back out of it."""
+    """Return which tokens `t` of the row's block number `block` this call's close moved into the table or out of it.
+    `MOVED`: `SinkTensors.moved`."""
     moved = t < 0
     for i in tl.static_range(2 * C.SINKS):
         moved = moved | (tl.load(MOVED + bh * (2 * C.SINKS) + i) == block * C.BLOCK + t)
@@ -71,9 +73,12 @@ def store_table(TABLE, at, entries):
 
 @triton.jit
 def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
-    """Let the smallest key of a block compete with the pool; ties go to the oldest key.
+    """Let the smallest key of a block compete with the pool's largest one; ties go to the older key.
 
-    Returns the entries, the remaining key sizes, and bool `[BLOCK]` for the token taken."""
+    `size` fp64 `[BLOCK]`: sizes of the block's keys at row positions `pos + t` and slots `slot + t`. `count`: the row's
+    closed blocks, this one included, which is the time that an entry records.
+
+    Returns the entries, the remaining key sizes, and bool `[BLOCK]`: the token taken, if any."""
     entry_pos, entry_slot, born, evicted, written, norm = entries
     best = tl.min(size, 0)
     index = tl.min(tl.where(size == best, t, C.BLOCK), 0)
@@ -115,7 +120,7 @@ def _write_back(entries, count, C: tl.constexpr):
 
 @triton.jit
 def _forget(entries, until, closed, flags):
-    """Free entries that were written back so long ago that no crop can restore them.
+    """Free the entries that were written back at close number `until` or before, which no crop can restore.
 
     A short call frees only entries that earlier calls wrote back. It flips no bit, so `flags` may belong to a page
     pool."""
@@ -152,7 +157,7 @@ def key_sizes(source, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.const
 
 @triton.jit
 def fill(S, code, scale, write, bh, ENTRIES: tl.constexpr, SIDE: tl.constexpr):
-    """Write entries in open form, where `write` is true."""
+    """Write the tokens `[ENTRIES, DP]` of sink entries, where `write` is true, in the form of the ring."""
     e = tl.arange(0, ENTRIES)
     inside = write[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
     tl.store(ring_codes(S, e, ENTRIES, bh, SIDE), code.to(S.ring.dtype.element_ty), mask=inside)

@@ -8,7 +8,7 @@ import torch
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import codes
+from qattn_kernels.launch.options import codes, warps_of
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel, sizes_kernel
 
@@ -32,7 +32,7 @@ def compete(call: Call) -> None:
         pool_kernel, (size.H, call.batch),
         call.source, *call.spans, call.layer, key_sizes, call.blocks, open_blocks, k.quantize_tokens, v.quantize_tokens,
         size,
-        **codes(size) | {"num_warps": 4},  # no program holds a whole block in registers
+        **codes(size) | {"num_warps": warps_of(size.K.DP, 4)},  # no program holds a whole block in registers
     )  # fmt: skip
 
 

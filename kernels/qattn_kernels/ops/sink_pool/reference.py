@@ -28,7 +28,7 @@ def compete(state: State, spec: LayerSpec, open_span: OpenSpan) -> OpenSpan:
     pool, table = spec.sink_pool, side_of(state, "sink")
     norms, chosen = _norms(state, spec, open_span), torch.zeros_like(open_span.keep)
     first = (state["length"] == 0)[:, None] & (pool.prefill == "whole")
-    known = open_span.closing.device.type == "cpu"  # whether asking does not wait for the device
+    known = open_span.closing.device.type == "cpu"  # the host can look at values without waiting
     for j in range(int(open_span.closing.max()) if known else chosen.shape[2]):
         closes, count = (j < open_span.closing)[:, None], (open_span.closed + j + 1)[:, None]
         _forget(state, table, closes, count - pool.crop_blocks(spec.window), open_span.closed, known)
@@ -54,7 +54,8 @@ def compete(state: State, spec: LayerSpec, open_span: OpenSpan) -> OpenSpan:
 
 
 def _norms(state: State, spec: LayerSpec, open_span: OpenSpan) -> torch.Tensor:
-    """Return fp64 `[B, H, n, block]`: the smallest norm competes best; infinity for masked tokens."""
+    """Return fp64 `[B, H, n, block]`, the measure that tokens compete by: the smallest wins. Infinity for masked
+    tokens."""
     pool = spec.sink_pool
     if pool.select == "attention":
         norm = -mass(state, spec.window, open_span)
@@ -70,7 +71,10 @@ def _norms(state: State, spec: LayerSpec, open_span: OpenSpan) -> torch.Tensor:
 def _forget(
     state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor, known: bool
 ) -> None:
-    """Free the places of tokens written back so long ago that no crop can restore them."""
+    """Free the entries written back at close number `until` `[B, 1]` or before, which no crop can restore.
+
+    Only in rows where `closes` `[B, 1]`. `closed` `[B]`: closed blocks before the call. `known`: the host may look at
+    values."""
     written, born = table["written"], table["born"]
     gone = (written > 0) & (written <= until[..., None]) & closes[..., None]
     if known and not gone.any():

@@ -1,7 +1,7 @@
 """The sink table: its tensors, the life of an entry, and the effect of a rollback.
 
-An entry is a token that is, or recently was, kept outside its block in open form. Three counts of closed blocks record
-its life; 0 means not yet:
+An entry is a token that is, or recently was, kept outside its block, stored as the ring stores tokens. The closes of a
+row are numbered from 1. Three of these numbers record the life of an entry; 0 means not yet:
 
 - `born`: the close that chose the token.
 - `evicted`: the close that pushed it out of the pool into the window.
@@ -26,7 +26,7 @@ FIELDS = ("pos", "slot", *TIMES, "norm")
 
 
 def read_sinks(side: State, fmt: Format) -> Operand:
-    """Return the sinks of one side, `[B, Hkv, entries, D]`, as views of the state."""
+    """Return the sinks of one side, `[B, Hkv, entries, D]`, as views of its state tensors `side`."""
     return fmt.ring({name.replace("sink", "ring"): t for name, t in side.items() if name.startswith("sink")})
 
 
@@ -38,7 +38,8 @@ def blank(sinks: Operand, where: torch.Tensor) -> None:
 
 
 def changed(table: State, closed: torch.Tensor) -> torch.Tensor:
-    """Return bool `[B, Hkv, entries]`: entries that moved into the table or out of it after `closed` `[B]` blocks."""
+    """Return bool `[B, Hkv, entries]`: entries whose token a close after the first `closed` `[B]` ones moved out of its
+    block or back to it, and not both."""
     born, written = (table[name] > closed[:, None, None] for name in ("born", "written"))
     return born ^ written
 
