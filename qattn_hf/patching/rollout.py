@@ -16,7 +16,7 @@ from qattn_hf.model.selection import own_config, restore, select, selected
 from qattn_hf.model.supported_models import check_selected
 from qattn_hf.patching import hooks
 from qattn_hf.patching.training import select_attention
-from qattn_hf.saved.weights import weights_of
+from qattn_hf.saved.weights import trained, weights_of
 
 
 def attach(model: PreTrainedModel, patched: Patched) -> None:
@@ -64,7 +64,7 @@ def rollout(model: PreTrainedModel) -> Iterator[None]:
 def _renew_constants(model: PreTrainedModel) -> None:
     """Compute a patch's constants again, if a pass of the model gave them and its weights have changed."""
     patched = patch_of(model)
-    if patched.weights is None or patched.weights == (now := weights_of(decoder_of(model))):
+    if patched.weights is None or not trained(patched.weights, now := weights_of(decoder_of(model))):
         return
     detach(model)
     try:

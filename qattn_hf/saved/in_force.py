@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.model.decoder import decoder_of
-from qattn_hf.saved.weights import Weights, seem_unchanged, weights_of
+from qattn_hf.saved.weights import Weights, seem_unchanged, trained, weights_of
 
 CHANGING = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of each call
 # relative tolerance of a frequency: devices round powers differently by about 1e-7; any scaling changes percents
@@ -33,7 +33,7 @@ class InForce(NamedTuple):
         rope: the frequencies of each RoPE by name. For the kinds in `CHANGING`, the frequencies before any length
             changes them.
         parameters: the config's RoPE parameters now, as text.
-        weights: the count of changes of the weights of `decoder`.
+        weights: the counts of changes of the weights of `decoder`.
         first, setting: the first layer with adapters and its setting; None without one. A decode step compares only
             this setting.
     """
@@ -110,7 +110,7 @@ def changed(then: InForce, now: InForce) -> str | None:
         return found
     if then.parameters != now.parameters:
         return "its config has other rope_parameters: restore them"
-    return None if then.weights == now.weights else "its weights were trained: read the tokens again"
+    return "its weights were trained: read the tokens again" if trained(then.weights, now.weights) else None
 
 
 def _modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

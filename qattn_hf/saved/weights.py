@@ -1,7 +1,7 @@
 """Changes of a model's weights, which make its caches stale: steps of optimizers, and writes in place.
 
-Fused optimizers change weights without counting that in `Tensor._version`, so steps are counted too. Writes through
-`Tensor.data`, which bypass PyTorch's own checks, are not noticed.
+Fused optimizers change weights without counting that in `Tensor._version`, so steps are counted too. Not noticed are
+writes through `Tensor.data`, which bypass PyTorch's own checks, and parameters that are replaced by others.
 """
 
 from __future__ import annotations
@@ -18,24 +18,29 @@ _steps: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 class Weights(NamedTuple):
-    """Count of changes of a decoder's weights.
+    """Counts of changes of a decoder's weights.
 
     Attributes:
         steps: steps of optimizers that have some of its weights.
         first: writes in place to one weight.
-        writes: writes in place to all weights that can be trained.
+        writes: writes in place to each weight, by `id`.
     """
 
     steps: int
     first: int
-    writes: int
+    writes: dict[int, int]
 
 
 def weights_of(decoder: torch.nn.Module) -> Weights:
-    """Return the count of a decoder. Walks over its parameters."""
+    """Return the counts of a decoder. Walks over its parameters."""
     _watch()
-    writes = sum(_version(weight) for weight in _weights(decoder) if weight.requires_grad)
+    writes = {id(weight): _version(weight) for weight in _weights(decoder)}
     return Weights(_steps.setdefault(decoder, 0), _first(decoder), writes)
+
+
+def trained(then: Weights, now: Weights) -> bool:
+    """Return whether weights have changed between two counts of one decoder. Other or more weights are no change."""
+    return then.steps != now.steps or any(then.writes.get(key, count) != count for key, count in now.writes.items())
 
 
 def seem_unchanged(decoder: torch.nn.Module, then: Weights) -> bool:

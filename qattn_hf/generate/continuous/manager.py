@@ -37,7 +37,7 @@ from qattn_hf.generate.continuous.transformers_api import (
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.messages import shown
 from qattn_hf.model.decoder import decoder_of
-from qattn_hf.saved.weights import seem_unchanged, weights_of
+from qattn_hf.saved.weights import seem_unchanged, trained, weights_of
 
 QUEUE_SECONDS = 10  # longest wait for a queue bounded by `max_queue_size`, as in Transformers
 
@@ -355,7 +355,7 @@ def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) 
     """
     check_version()
     cached = getattr(model, "_cached_continuous_batching_manager", None)
-    if cached is not None and getattr(cached, "weights", None) != weights_of(decoder_of(model)):
+    if isinstance(cached, PackedBatchingManager) and trained(cached.weights, weights_of(decoder_of(model))):
         model.destroy_cached_continuous_batching_manager()
     made = with_names(type(model).init_continuous_batching, ContinuousBatchingManager=PackedBatchingManager)
     return made(model, *args, **kwargs)
