@@ -18,6 +18,10 @@ from qattn_kernels.layer.arena import ALIGNMENT, Layout
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
+SHARE_OF_ROWS = 0.25  # largest share of the memory for rows without windows, so that enough is left for pages
+MOST_OF_ROWS = 0.75  # the same with windows, whose pages are in the rows
+REQUEST = 4096  # tokens of a request for which rows with windows and pages run out together
+
 
 class ModelPages(NamedTuple):
     """Layouts of a model's layers.
@@ -64,6 +68,14 @@ class ModelPages(NamedTuple):
     def block_bytes(self) -> int:
         """Bytes of a block of the pool. If all layers have windows, a block only counts tokens."""
         return mean_page_bytes(self.pooled) * len(self.pooled) if self.pooled else ALIGNMENT
+
+    @property
+    def share_of_rows(self) -> float:
+        """Largest share of the memory for what requests take outside of the pool."""
+        if not self.windowed:
+            return SHARE_OF_ROWS
+        row = self.request_bytes()
+        return min(MOST_OF_ROWS, row / (row + REQUEST // self.block * self.block_bytes))
 
     def request_bytes(self, blocks: int = 1) -> int:
         """Return the bytes that a request of at most `blocks` blocks takes outside of the pool."""
