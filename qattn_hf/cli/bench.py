@@ -377,6 +377,8 @@ def show(
     Raises:
         RuntimeError: a packed way failed. All other rows are shown first.
     """
+    from qattn_hf.bench.tables import print_table, progress
+
     need_picture(picture)
     measured = []
     for row in rows:
@@ -385,8 +387,6 @@ def show(
         if as_json:
             print_rows([row])
     if not as_json:
-        from qattn_hf.bench.tables import print_table
-
         print_table(measured, wide)
     write_data({"rows": measured}, output)
     if picture is not None:
@@ -395,17 +395,3 @@ def show(
         draw(measured, picture)
     if failed := [row for row in measured if row["packed"] and "error" in row]:
         raise RuntimeError(f"{len(failed)} of {len(measured)} measurements failed, the first: {failed[0]['error']}")
-
-
-def progress(row: dict[str, Any]) -> str:
-    """One line about a measured row, for stderr."""
-    keys = "kv_mib", "batch", "context", "tokens", "cache", "kernels"
-    place = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
-    place += f", room for {row['context'] * row['room']}" if row.get("room", 1) > 1 else ""
-    if "error" in row:
-        return f"{place}: {row['way']}: {row['error']}"
-    figures = {"ms": "ms", "tops": "TOPS", "gb_per_s": "GB/s", "ms_per_token": "ms a token", "step_ms": "ms a step"}
-    figures |= {"wait_s": "s of waiting", "tokens_per_s": "tokens a second"}
-    values = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
-    ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
-    return f"{place}: {row['way']}: {values}" + (f" ({ran})" if ran else "")
