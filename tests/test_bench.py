@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend
 from qattn_hf import patch
 from qattn_hf.bench import decode, generate, layers, sdpa, tables, throughput
 from qattn_hf.bench.layers import Heads
-from qattn_hf.bench.model import TINY
 from qattn_hf.bench.timing import Times, measure
 from qattn_hf.bench.ways import all_ways, captured_step, default_ways
 from qattn_hf.cli import main
@@ -219,32 +218,6 @@ def test_throughput_gives_each_cache_the_rows_that_fit_the_same_memory(bench):
     for row in rows.values():
         assert row["kv_mib"] * 2**20 * (1 - 2 / row["batch"]) < row["kv_bytes"] <= row["kv_mib"] * 2**20 * 1.2
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms_per_token"] * 1e3, rel=1e-3)
-
-
-def test_requests_share_pools_of_the_same_bytes(bench):
-    code, out, err = bench("requests", "--json", "--method", "int8", "--method", "turbo")
-    rows = {row["way"]: row for row in map(json.loads, out.splitlines())}
-    assert code == 0 and list(rows) == ["model precision, sdpa", "int8", "turbo"]
-    assert "tokens a second" in err and not any("error" in row for row in rows.values())
-    for row in rows.values():
-        assert 0.9 < row["kv_bytes"] / (row["kv_mib"] * 2**20) <= 1
-        assert 1 <= row["held"] <= row["requests"]
-    assert rows["int8"]["blocks"] > 1.5 * rows["model precision, sdpa"]["blocks"]
-
-
-def test_requests_are_measured_with_windows(bench, tmp_path):
-    """Of a config, with memory and lengths from the command line; packed windows leave room for more requests."""
-    kinds = ["sliding_attention", "full_attention"]
-    shape = {"model_type": "gemma3_text", "sliding_window": 20, "layer_types": kinds}
-    (path := tmp_path / "shape.json").write_text(json.dumps(shape | TINY), encoding="utf-8")
-    given = "--random-weights", "--kv-memory", "2MiB", "--longest", "64"
-    methods = "--method", "int8", "--method", "int8:sliding=packed"
-    code, out, _ = bench("requests", str(path), "--json", *given, *methods)
-    rows = {row["way"]: row for row in map(json.loads, out.splitlines())}
-    assert code == 0 and not any("error" in row for row in rows.values())
-    assert {(row["kv_mib"], row["longest"]) for row in rows.values()} == {(2, 64)}
-    exact, packed = rows["int8"], rows["int8:sliding=packed"]
-    assert packed["held"] >= exact["held"] and packed["kv_bytes"] <= 2 * 2**20
 
 
 def test_the_best_of_sdpa_is_a_step_over_the_whole_context():
