@@ -95,7 +95,7 @@ def pages_of_model(model: PreTrainedModel) -> ModelPages:
         raise UnsupportedError("continuous batching of a model on several devices is not supported: use generate")
     specs = patched.recipe.layer_specs(model.config, patched.device_type, paged=True)
     packed = {index: spec for index, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
-    _check(specs, list(packed.values()))
+    check_layers(specs)
     reads = {index: getattr(spec, "reads", None) for index, spec in enumerate(specs)}
     return ModelPages(
         {index: _layout(model, index, spec) for index, spec in packed.items()},
@@ -108,13 +108,16 @@ def _layout(model: PreTrainedModel, index: int, spec: LayerSpec) -> Layout:
     return Layout(Geometry(1, size.kv, size.dim, size.v_dim, 1, model.dtype), spec)
 
 
-def _check(specs: list[LayerSpec | ModelLayerSpec], packed: list[LayerSpec]) -> None:
+def check_layers(specs: list[LayerSpec | ModelLayerSpec]) -> None:
     """Refuse layers without packed pages.
 
     Args:
-        specs: specs of all layers.
-        packed: specs of the packed layers.
+        specs: specs of all layers, from `Recipe.layer_specs` with `paged=True`.
+
+    Raises:
+        UnsupportedError: the message says which layers, and why.
     """
+    packed = [spec for spec in specs if isinstance(spec, LayerSpec)]
     if any(isinstance(spec, BudgetLayerSpec) for spec in packed):
         raise UnsupportedError(
             "memory= does not apply to continuous batching, whose page pool has its own size: leave it out, and set "

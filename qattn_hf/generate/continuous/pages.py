@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -177,11 +177,9 @@ class PagedLayer:
         name: identifies the memory layout; layers with equal names share launch plans.
         buffers: uint8, the bytes of all pages and of all rows.
         read_again: True if later layers attend to this layer's keys and values, as in Gemma 3n.
-        ring: pages of a row in a layer with a window (`rings.py`); None if pages are in the pool.
     """
 
     read_again = False
-    ring: Hashable = None
 
     def __init__(
         self,
