@@ -17,6 +17,7 @@ TASKS = ("sums", "recall_10", "recall_40", "recall_100", "qattn_wikitext")  # ea
 TUNED_BITS = "3.25"
 FIRST_CALLS = ("turbo", "int8", "sage2", "turbo:bits=mixed", "sinkq")  # from the fewest to the most kernels
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
+WINDOWED = {"gemma-3-4b": "8GiB", "gpt-oss-20b-12-layers": "4GiB"}  # shapes of requests, and memory of their caches
 Part = tuple[str, list[str]]
 
 
@@ -29,6 +30,13 @@ def families() -> dict[str, str]:
     for one in measured("quality"):
         found.setdefault(one.record or one.setting.partition(":")[0], []).append(one.setting)
     return {record: ",".join(settings) for record, settings in found.items()}
+
+
+def windowed(shape: str, options: list[str]) -> Part:
+    """Requests of a model with windows, which are unquantized in one run and packed in the other."""
+    methods = [text for setting in ("turbo", "turbo:sliding=packed") for text in ("--method", setting)]
+    model = [f"eval/shapes/{shape}.json", "--random-weights", "--kv-memory", WINDOWED[shape], "--longest", "8192"]
+    return f"speed-requests-{shape}", bench("requests", *model, *methods, *options)
 
 
 def bench(name: str, *options: str) -> list[str]:
@@ -53,7 +61,10 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         "prefill": [("speed-prefill", bench("prefill", *prefilled, *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],
         "throughput": [("speed-throughput", bench("throughput", *options))],
-        "requests": [("speed-requests", bench("requests", *options))],
+        "requests": [
+            ("speed-requests", bench("requests", *options)),
+            *(windowed(shape, options) for shape in WINDOWED),
+        ],
         "first-call": [("speed-first-call", bench("first-call", *first_calls))],
     }
     found |= {"front": [front(name, options) for name in ("decode", "prefill")]}

@@ -52,6 +52,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "d_model": 64, "n_heads": 4},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "gpt_bigcode": {"num_key_value_heads": LEFT_OUT},  # one, where `multi_query` is true
     "moshi": {"sliding_window": LEFT_OUT},  # its masks have none
     "whisper": {"num_key_value_heads": LEFT_OUT},  # which is its encoder's heads
     "qwen4_exp_text": {

@@ -75,12 +75,19 @@ BEAMS = {
     "prompt lookup, no draft accepted": "prompt lookup, none accepted",
     "draft model, every draft accepted": "draft model, all accepted",
 }
+WINDOWED_REQUESTS = (
+    ("Gemma 3 4B", "gemma-3-4b", "8 GiB"),
+    ("half of gpt-oss-20b", "gpt-oss-20b-12-layers", "4 GiB"),
+)
 CALLS = (
     Pick("step without a CUDA graph", "speed-eager", {"what": "step"}, PAPER, "stock_ms"),
     Pick("first prompt of a cache, 512 tokens", "speed-eager", {"what": "prompt", "tokens": 512}, PAPER, "stock_ms"),
     *(Pick(text, "speed-beams", {"layers": 32, "what": what}, GRAPHED, STOCK_WAY) for text, what in BEAMS.items()),
     Pick("256 requests in 4 GiB, tokens a second", "speed-requests", {}, PAPER, {"way": "model precision, sdpa"},
          "stock's pages", "tokens_per_s", "{x:.0f}", True),
+    *(Pick(f"{name}, 256 requests in {room}, tokens a second", f"speed-requests-{shape}", {},
+           {"way": "turbo:sliding=packed"}, {"way": "model precision, sdpa"}, "stock's pages", "tokens_per_s",
+           "{x:.0f}", True) for name, shape, room in WINDOWED_REQUESTS),
     Pick("prompt of 102,400 tokens", "long-prompts", {}, {"method": "turbo:sink_num=0"}, {"method": "full"},
          figure="first_token_s", form="{x:.2f} s"),
     Pick("compiler, prompts of ten shapes", "speed-first-call", PAPER, {"cache": "warm"}, {"cache": "cold"},

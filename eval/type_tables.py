@@ -27,6 +27,15 @@ SHORT = {
     "cross attention": "cross attention",
     "beyond causal": "special masks, beyond causal",
 }
+ALONE = {  # why a type that runs is not served with other requests
+    "runs": "served together",
+    "linear attention or SSM": "linear attention or SSM",
+    "convolution": "convolutions",
+    "latent attention": "latent attention (MLA)",
+    "one length of all rows": "asks its cache for one length of all rows",
+    "KV heads": "KV heads that its config does not name",
+    "is_initialized": "asks whether its cache is initialized",
+}
 OUTCOMES = ("passed", "refused", "failed")  # of transformers' own tests with a method
 KEYS = {"family", "test", "stock", "reason", "why"}  # the other keys of a row are methods, with the outcome
 SHORTEST = re.compile(r"[:;,(]| {2,}")  # where the first words of a refusal end
@@ -56,6 +65,20 @@ def _why(row: Row) -> str:
         return row.get("reason", "") if row["result"] == "error" else ""
     reason = row["reason"].replace(row["model_type"], "it").split(";")[0]
     return next((short for name, short in SHORT.items() if name in reason), reason.removeprefix("it "))
+
+
+def _batching(results: list[Result]) -> Iterable[Row]:
+    """One row for each answer of continuous batching; the line before says how many types it serves."""
+    for found in results:
+        served = [row for row in found["rows"] if row["result"] in SERVED]
+        together = sum(row["batching"] == "runs" for row in served)
+        intro = f"Continuous batching serves {together} of these {len(served)} types."
+        groups: dict[str, list[str]] = {}
+        for row in sorted(served, key=lambda row: row["batching"] != "runs"):
+            why = next((short for name, short in ALONE.items() if name in row["batching"]), row["batching"])
+            groups.setdefault(why, []).append(f"`{row['model_type']}`")
+        for why, types in groups.items():
+            yield {"intro": intro, "why": why, "n": len(types), "types": ", ".join(types)}
 
 
 def _weights(results: list[Result]) -> Iterable[Row]:
@@ -132,6 +155,10 @@ TABLES = (
           "| result | why, or what is not packed | types | which |",
           "| {result} | {why} | {n} | {types} |",
           _types, split="{intro}"),
+    Table("batching-types", "models",
+          "| requests | types | which |",
+          "| {why} | {n} | {types} |",
+          _batching, split="{intro}"),
     Table("quantized-weights", "quantized-weights",
           "| weights | packages | loaded | under a packed cache |",
           "| {weights} | {versions} | {loaded} | {held} |",

@@ -203,17 +203,6 @@ def test_throughput_gives_each_cache_the_rows_that_fit_the_same_memory(bench):
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms_per_token"] * 1e3, rel=1e-3)
 
 
-def test_requests_share_pools_of_the_same_bytes(bench):
-    code, out, err = bench("requests", "--json", "--method", "int8", "--method", "turbo")
-    rows = {row["way"]: row for row in map(json.loads, out.splitlines())}
-    assert code == 0 and list(rows) == ["model precision, sdpa", "int8", "turbo"]
-    assert "tokens a second" in err and not any("error" in row for row in rows.values())
-    for row in rows.values():
-        assert 0.9 < row["kv_bytes"] / (row["kv_mib"] * 2**20) <= 1
-        assert 1 <= row["held"] <= row["requests"]
-    assert rows["int8"]["blocks"] > 1.5 * rows["model precision, sdpa"]["blocks"]
-
-
 def test_the_best_of_sdpa_is_a_step_over_the_whole_context():
     """Run on a CPU what a GPU captures: each layer attends to all tokens of the context."""
     model = tiny_llama()

@@ -16,8 +16,11 @@ from transformers import AutoModelForCausalLM
 from type_tables import SERVED as SERVED_RESULTS
 
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.generate.continuous.model_pages import check_layers
+from qattn_hf.generate.continuous.transformers_api import continuous_api
 from qattn_hf.model.layer_kinds import model_layers
 from qattn_hf.model.supported_models import check_model
+from qattn_hf.recipes.recipe import find_recipe
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 RECORD = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
@@ -25,6 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {row["model_type"]: row for row in RECORD["row
 FIRST = ["llama", "mistral", "gemma4_text", "zamba2", "minimax", "deepseek_v3", "deepseek_v4", "bert", "mamba", "gptj"]
 LATER = ["diffllama", "git", "jetmoe", "doge", "gemma4_unified"]  # refused by their first call
 SERVED = 133  # types that must run, of 196
+BATCHED = 91  # types that continuous batching must serve
 
 needs_recorded_version = pytest.mark.skipif(
     transformers.__version__ != RECORD["versions"]["transformers"],
@@ -45,6 +49,26 @@ def said_of(model_type: str) -> tuple[str | None, int, int]:
     return None, own.count(None), len([spec for spec in own if spec is None or spec.reads is None])
 
 
+def batches(model_type: str) -> str:
+    """Return `runs`, or why layers of this type have no pages."""
+    recipe = find_recipe("none", None, {"impl": "reference", "family": False})
+    try:
+        check_layers(recipe.layer_specs(small_config(model_type), paged=True))
+    except UnsupportedError as error:
+        return str(error)
+    return "runs"
+
+
+LATE = ("one length of all rows", "KV heads", "AttributeError")  # refused by their first forward
+
+
+@needs_recorded_version
+def test_types_batch_as_recorded():
+    recorded = {name: row["batching"] for name, row in ROWS.items() if "batching" in row}
+    early = {name: "runs" if any(word in why for word in LATE) else why for name, why in recorded.items()}
+    assert {name: batches(name) for name in recorded} == early
+
+
 @needs_recorded_version
 @pytest.mark.parametrize(
     "model_type", [pytest.param(t, marks=() if t in FIRST else pytest.mark.slow) for t in ROWS if t not in LATER]
@@ -59,8 +83,10 @@ def test_a_type_is_served_as_recorded(model_type: str):
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "diffllama"])
 def test_the_sweep_measures_a_type_in_a_process_of_its_own(model_type: str):
-    row = measured_apart(model_type, 200)
-    assert {key: row[key] for key in ("result", "layers")} == {k: ROWS[model_type][k] for k in ("result", "layers")}
+    row, recorded = measured_apart(model_type, 200), ROWS[model_type]
+    assert {key: row.get(key) for key in ("result", "layers")} == {k: recorded[k] for k in ("result", "layers")}
+    if continuous_api is not None:
+        assert row.get("batching") == recorded.get("batching")
     late = measured_apart(model_type, 0.01)
     assert (late["result"], late["reason"]) == ("error", "over 0.01 s")
 
@@ -76,5 +102,7 @@ def test_enough_types_run_and_none_fails():
     results = [row["result"] for row in RECORD["rows"]]
     assert len(results) == 196 and "error" not in results
     assert sum(result in ("runs", "part", "own") for result in results) >= SERVED
+    assert sum(row.get("batching") == "runs" for row in RECORD["rows"]) >= BATCHED
     reasons = [row["reason"] for row in RECORD["rows"] if row["result"] == "refused"]
+    reasons += [row["batching"] for row in RECORD["rows"] if row.get("batching", "runs") != "runs"]
     assert all(len(reason) > 30 for reason in reasons)

@@ -20,7 +20,6 @@ from qattn_hf.recipes.recipe import Recipe
 STOCK = "model precision, sdpa"
 PAGE = 64  # tokens of an unpacked page; most methods have pages of this size
 WARM_UP = 4  # requests that are answered before timing begins
-ROWS = 4  # what requests need outside of pages takes at most 1/ROWS of the memory
 
 
 class Point(NamedTuple):
@@ -69,22 +68,25 @@ def _stock(model: PreTrainedModel, load: Point) -> dict[str, Any]:
     text = model.config.get_text_config(decoder=True)
     sizes = [head_sizes(model.config, i) for i in range(text.num_hidden_layers)]
     block = sum(size.kv * (size.dim + size.v_dim) for size in sizes) * PAGE * model.dtype.itemsize
-    return _answered(model, load, PAGE, block, 0)
+    return _answered(model, load, PAGE, block, load.requests)
 
 
 def _packed(model: PreTrainedModel, way: Way, load: Point) -> dict[str, Any]:
     with way.prepared(model):
         pages = pages_of_model(model)
         impl = " and ".join(sorted({layout.spec.impl for layout in pages.every}))
-        return {"impl": impl, **_answered(model, load, pages.block, pages.block_bytes, pages.request_bytes())}
+        row, room = pages.request_bytes(), load.kv_mib * 2**20
+        slots = min(load.requests, int(pages.share_of_rows * room / row))
+        return {"impl": impl, **_answered(model, load, pages.block, pages.block_bytes, slots, row)}
 
 
-def _answered(model: PreTrainedModel, load: Point, page: int, block_bytes: int, row: int) -> dict[str, Any]:
-    """Return figures of one run over blocks of `page` tokens, where each request also needs `row` bytes."""
+def _answered(
+    model: PreTrainedModel, load: Point, page: int, block_bytes: int, slots: int, row: int = 0
+) -> dict[str, Any]:
+    """Return figures of one run over blocks of `page` tokens, where each of `slots` requests also has `row` bytes."""
     from transformers import ContinuousBatchingConfig
 
     room = load.kv_mib * 2**20
-    slots = min(load.requests, room // (ROWS * row)) if row else load.requests
     blocks = (room - slots * row) // block_bytes - 2  # Transformers keeps two blocks for itself
     pool = {"page_size": page, "num_blocks": blocks, "max_requests_per_batch": slots, "allow_block_sharing": False}
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=load.longest // 8)

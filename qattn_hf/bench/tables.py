@@ -176,3 +176,17 @@ def _times_faster(row: Row, best: Row | None) -> str:
 
 def _change(row: Row, other: Row | None) -> str:
     return f" ({row['ms'] / other['ms'] - 1:+.1%})" if other and "ms" in row and "ms" in other else ""
+
+
+def progress(row: Row) -> str:
+    """Return one line about a measured row."""
+    keys = "kv_mib", "batch", "context", "tokens", "cache", "kernels"
+    place = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
+    place += f", room for {row['context'] * row['room']}" if row.get("room", 1) > 1 else ""
+    if "error" in row:
+        return f"{place}: {row['way']}: {row['error']}"
+    figures = {"ms": "ms", "tops": "TOPS", "gb_per_s": "GB/s", "ms_per_token": "ms a token", "step_ms": "ms a step"}
+    figures |= {"wait_s": "s of waiting", "tokens_per_s": "tokens a second"}
+    values = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
+    ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
+    return f"{place}: {row['way']}: {values}" + (f" ({ran})" if ran else "")

@@ -116,8 +116,9 @@ class Report:
         - `unread`: True if no token has read quantized values yet, so that outputs are full precision. None if nothing
           is quantized.
         - `continuous_batching`: the last pool of packed pages, or None. It has the tokens of a page, blocks (a page of
-          each layer), requests held at once, bytes of a block, of a request without its blocks and in total, whether
-          requests share prefixes, the peaks of requests and blocks, `unread`, and `clamped_scales` after the end.
+          each layer without a window), requests held at once, bytes of a block, of a request without its blocks and in
+          total, whether requests share prefixes, the peaks of requests and blocks, `unread`, and `clamped_scales` after
+          the end.
         - `layers`: one row per layer, with these figures and the formats of keys and values. An unpacked layer has
           `method` and `kernels` `model`, its type as `kind`, its content as `own`, and `why` its window is not packed.
           A packed layer has its `window` in tokens, or None, and `quantized`: False for the method `none` and for

@@ -48,6 +48,26 @@ BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="R
 ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens. Repeatable.")]
 TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens. Repeatable.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Measure fewer and smaller points.")]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder or hub name of a causal LM.",
+        show_default="random weights in the shape of Llama-3.1-8B",
+    ),
+]
+RandomWeightsOption = Annotated[
+    bool, typer.Option("--random-weights", help="Read only the model's config, which may be a JSON file.")
+]
+KvMemoryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kv-memory",
+        parser=bytes_of,
+        metavar="SIZE",
+        help="Memory for keys and values of all rows, such as 40GiB. Repeatable.",
+    ),
+]
 HeadsOption = Annotated[
     str | None,
     typer.Option("--heads", help="Query heads, KV heads and head dim.", show_default="32,8,128; small on a CPU"),
@@ -108,17 +128,8 @@ def prefill(
 
 @bench.command("generate")
 def generate(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Folder or hub name of a causal LM.",
-            show_default="random weights in the shape of Llama-3.1-8B",
-        ),
-    ] = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Read only the model's config, which may be a JSON file.")
-    ] = False,
+    model: ModelArgument = None,
+    random_weights: RandomWeightsOption = False,
     method: Annotated[list[str] | None, methods_option(DEFAULT_OF_GENERATE)] = None,
     way: Annotated[
         list[str] | None, typer.Option("--way", help="Way such as `turbo graph` or `StaticCache`, or all. Repeatable.")
@@ -175,15 +186,7 @@ def first_call(
 @bench.command("throughput")
 def throughput(
     method: Annotated[list[str] | None, methods_option(DEFAULT_OF_THROUGHPUT)] = None,
-    kv_memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kv-memory",
-            parser=bytes_of,
-            metavar="SIZE",
-            help="Memory for keys and values of all rows, such as 40GiB. Repeatable.",
-        ),
-    ] = None,
+    kv_memory: KvMemoryOption = None,
     context: ContextOption = None,
     quick: QuickOption = False,
     device: DeviceOption = None,
@@ -207,7 +210,13 @@ def throughput(
 
 @bench.command("requests")
 def requests(
+    model: ModelArgument = None,
+    random_weights: RandomWeightsOption = False,
     method: Annotated[list[str] | None, methods_option(DEFAULT_OF_THROUGHPUT)] = None,
+    kv_memory: KvMemoryOption = None,
+    longest: Annotated[
+        list[int] | None, typer.Option("--longest", min=16, help="Tokens of the longest prompt. Repeatable.")
+    ] = None,
     quick: QuickOption = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -218,14 +227,17 @@ def requests(
 
     Packed pages and stock pages have the same bytes.
 
-    Example: qattn bench requests --method turbo
+    Example: qattn bench requests --method turbo --kv-memory 8GiB --longest 8192
     """
     from qattn_hf.bench import requests as measured
     from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
-    points = chosen_points(measured, quick, where, None, None)
-    show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, wide)
+    (load,) = chosen_points(measured, quick, where, None, None)
+    memory = whole_mib(kv_memory) or [load.kv_mib]
+    loads = [load._replace(kv_mib=mib, longest=tokens) for mib in memory for tokens in longest or [load.longest]]
+    lm = bench_model(model, quick, where, random_weights=random_weights)
+    show(measured.rows(loads, recipes, lm, where), as_json, output, wide)
 
 
 @bench.command("tiles")
@@ -365,6 +377,8 @@ def show(
     Raises:
         RuntimeError: a packed way failed. All other rows are shown first.
     """
+    from qattn_hf.bench.tables import print_table, progress
+
     need_picture(picture)
     measured = []
     for row in rows:
@@ -373,8 +387,6 @@ def show(
         if as_json:
             print_rows([row])
     if not as_json:
-        from qattn_hf.bench.tables import print_table
-
         print_table(measured, wide)
     write_data({"rows": measured}, output)
     if picture is not None:
@@ -383,17 +395,3 @@ def show(
         draw(measured, picture)
     if failed := [row for row in measured if row["packed"] and "error" in row]:
         raise RuntimeError(f"{len(failed)} of {len(measured)} measurements failed, the first: {failed[0]['error']}")
-
-
-def progress(row: dict[str, Any]) -> str:
-    """One line about a measured row, for stderr."""
-    keys = "kv_mib", "batch", "context", "tokens", "cache", "kernels"
-    place = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
-    place += f", room for {row['context'] * row['room']}" if row.get("room", 1) > 1 else ""
-    if "error" in row:
-        return f"{place}: {row['way']}: {row['error']}"
-    figures = {"ms": "ms", "tops": "TOPS", "gb_per_s": "GB/s", "ms_per_token": "ms a token", "step_ms": "ms a step"}
-    figures |= {"wait_s": "s of waiting", "tokens_per_s": "tokens a second"}
-    values = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
-    ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
-    return f"{place}: {row['way']}: {values}" + (f" ({ran})" if ran else "")

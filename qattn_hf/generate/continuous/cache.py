@@ -18,10 +18,10 @@ from qattn_hf.generate.continuous.admission import positions_of
 from qattn_hf.generate.continuous.allocator import PackedAllocator
 from qattn_hf.generate.continuous.batch import Held, batches
 from qattn_hf.generate.continuous.model_pages import ModelPages
-from qattn_hf.generate.continuous.pages import PagedLayer, Steps
+from qattn_hf.generate.continuous.pages import Steps
 from qattn_hf.generate.continuous.pool import HOST_TOKENS, rows_of
 from qattn_hf.generate.continuous.prefixes import KEPT
-from qattn_hf.generate.continuous.rings import Ring
+from qattn_hf.generate.continuous.rings import Ring, ring_of
 from qattn_hf.generate.continuous.transformers_api import (
     FULL_ATTENTION,
     PagedAttentionCache,
@@ -59,7 +59,7 @@ class PagedCache(PagedAttentionCache):
         pages: what the layers keep.
         constants: for each layer, the state tensors that no call writes, by name.
         slots: largest number of requests that hold blocks at once. The number is lower where the rows would take more
-            than a quarter of the memory.
+            than their share of the memory.
         kwargs: arguments of `PagedAttentionCache`.
     """
 
@@ -69,7 +69,7 @@ class PagedCache(PagedAttentionCache):
         page = Fraction(pages.block_bytes, kwargs["config"].num_hidden_layers)  # Transformers counts all layers
         sizes = largest_sizes(kwargs["config"], pages.layouts)
         self.pages, self.slots = pages, rows.requests
-        if not pages.pooled and config.num_blocks is None:
+        if not pages.pooled and config.num_blocks is None:  # blocks then only count tokens
             config.num_blocks = rows.requests * (rows.blocks or HOST_TOKENS // pages.block)
         device = torch.device(kwargs["device"])
         allocator = partial(PackedAllocator, pages, constants, rows.requests, rows.kept, rows.blocks, device)
@@ -85,6 +85,9 @@ class PagedCache(PagedAttentionCache):
         )(self, **kwargs)
         self.requests: list[Held] = []
         self.unseen = set(pages.layouts)  # layers that no forward has reached
+        self.by_ring: defaultdict[Ring | None, list[int]] = defaultdict(list)
+        for index, layout in pages.layouts.items():
+            self.by_ring[ring_of(layout.spec)].append(index)
         self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
         # tokens of a request's prompt that another request shares and that will be kept
         self.parts: dict[str, int] = {}
@@ -201,9 +204,6 @@ class PagedCache(PagedAttentionCache):
         super().perform_cache_copy(copy_src_and_dst)
         self.allocator.copy_rows()
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the cache of continuous batching has no {name}, which this model needs: use generate")
-
     def extend_read_and_write_indices(self, *args: Any) -> None:
         """Do nothing: pages are read and written by block, not by token."""
 
@@ -278,18 +278,17 @@ class PagedCache(PagedAttentionCache):
         return torch.tensor(positions, device=self.device) - torch.arange(len(positions), device=self.device)
 
     @cached_property
-    def batch(self) -> dict[Ring | None, list[Steps]]:
-        """Group the requests of this forward into calls of layers, by the layers' `ring`. Runs inside the forward, on
-        its stream."""
+    def batch(self) -> dict[int, list[Steps]]:
+        """Group the requests of this forward into calls, for each layer by its index. Runs inside the forward, on its
+        stream."""
         self.allocator.clear_rows()
-        by_ring: defaultdict[Ring | None, list[PagedLayer]] = defaultdict(list)
-        for layer in self.allocator.layers.values():
-            by_ring[layer.ring].append(layer)
-        found = {}
-        for ring, layers in by_ring.items():
+        found: dict[int, list[Steps]] = {}
+        for ring, indices in self.by_ring.items():
+            layers = [self.allocator.layers[index] for index in indices]
             requests = self.requests if ring is None else [ring.held(one) for one in self.requests]
             in_place = all(layer.in_place for layer in layers)
-            found[ring] = batches(requests, [one.layout.spec for one in layers], self.device, self.slots, in_place)
+            calls = batches(requests, [one.layout.spec for one in layers], self.device, self.slots, in_place)
+            found |= dict.fromkeys(indices, calls)
         return found
 
     def attend(self, layer: int, query: torch.Tensor, key: Any, value: Any, scores: Scores) -> torch.Tensor:
@@ -308,11 +307,11 @@ class PagedCache(PagedAttentionCache):
         columns = query.shape[2]
         # the last column is for rows without a token
         out = query.new_zeros(1, columns + 1, query.shape[1], value.shape[-1])
-        source = self.pages.reads.get(layer)
-        paged = self.allocator.layers[layer if source is None else source]
-        for rows in self.batch[paged.ring]:
+        source = self.pages.reads.get(layer, layer)
+        paged = self.allocator.layers[source]
+        for rows in self.batch[source]:
             q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (query, key, value))
-            out[0, rows.targets] = paged.attend(rows, q, k, v, scores, again=source is not None).transpose(1, 2)
+            out[0, rows.targets] = paged.attend(rows, q, k, v, scores, again=source != layer).transpose(1, 2)
         return out[:, :columns]
 
 

@@ -18,6 +18,10 @@ from qattn_kernels.layer.arena import ALIGNMENT, Layout
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
+SHARE_OF_ROWS = 0.25  # largest share of the memory for rows without windows, so that enough is left for pages
+MOST_OF_ROWS = 0.75  # the same with windows, whose pages are in the rows
+REQUEST = 4096  # tokens of a request for which rows with windows and pages run out together
+
 
 class ModelPages(NamedTuple):
     """Layouts of a model's layers.
@@ -65,6 +69,14 @@ class ModelPages(NamedTuple):
         """Bytes of a block of the pool. If all layers have windows, a block only counts tokens."""
         return mean_page_bytes(self.pooled) * len(self.pooled) if self.pooled else ALIGNMENT
 
+    @property
+    def share_of_rows(self) -> float:
+        """Largest share of the memory for what requests take outside of the pool."""
+        if not self.windowed:
+            return SHARE_OF_ROWS
+        row = self.request_bytes()
+        return min(MOST_OF_ROWS, row / (row + REQUEST // self.block * self.block_bytes))
+
     def request_bytes(self, blocks: int = 1) -> int:
         """Return the bytes that a request of at most `blocks` blocks takes outside of the pool."""
         return sum(row_bytes(layout, blocks) + ring_bytes(layout) for layout in self.every)
@@ -83,7 +95,7 @@ def pages_of_model(model: PreTrainedModel) -> ModelPages:
         raise UnsupportedError("continuous batching of a model on several devices is not supported: use generate")
     specs = patched.recipe.layer_specs(model.config, patched.device_type, paged=True)
     packed = {index: spec for index, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
-    _check(specs, list(packed.values()))
+    check_layers(specs)
     reads = {index: getattr(spec, "reads", None) for index, spec in enumerate(specs)}
     return ModelPages(
         {index: _layout(model, index, spec) for index, spec in packed.items()},
@@ -96,13 +108,16 @@ def _layout(model: PreTrainedModel, index: int, spec: LayerSpec) -> Layout:
     return Layout(Geometry(1, size.kv, size.dim, size.v_dim, 1, model.dtype), spec)
 
 
-def _check(specs: list[LayerSpec | ModelLayerSpec], packed: list[LayerSpec]) -> None:
+def check_layers(specs: list[LayerSpec | ModelLayerSpec]) -> None:
     """Refuse layers without packed pages.
 
     Args:
-        specs: specs of all layers.
-        packed: specs of the packed layers.
+        specs: specs of all layers, from `Recipe.layer_specs` with `paged=True`.
+
+    Raises:
+        UnsupportedError: the message says which layers, and why.
     """
+    packed = [spec for spec in specs if isinstance(spec, LayerSpec)]
     if any(isinstance(spec, BudgetLayerSpec) for spec in packed):
         raise UnsupportedError(
             "memory= does not apply to continuous batching, whose page pool has its own size: leave it out, and set "

@@ -7,7 +7,7 @@ its lengths, its ring of open tokens and its sink pool."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -185,11 +185,9 @@ class PagedLayer:
             the pages. Tensors of rows have `slots` rows.
         in_place: whether kernels read pages through a table, so that a step copies nothing.
         read_again: True if later layers attend to this layer's keys and values, as in Gemma 3n.
-        ring: pages of a row in a layer with a window (`rings.py`); None if pages are in the pool.
     """
 
     read_again = False
-    ring: Hashable = None
 
     def __init__(
         self,

@@ -12,10 +12,6 @@ HOST_TOKENS = 32768
 SPARE_BLOCKS = 2  # blocks that Transformers reserves in every pool
 ROWS_FOR_PREFIXES = 4  # requests per row for a kept prefix, where rows are kept
 FEWEST_KEPT = 2  # with one row, the end of a prompt would evict the point where it diverged from others
-# largest share of the memory for rows, so that enough is left for pages
-SHARE_OF_ROWS = 0.25
-SHARE_WITH_WINDOWS = 0.5  # rows have the pages of the layers with windows
-SHARE_OF_WINDOWS = 0.75  # all layers have windows, and a forward takes the rest
 
 
 class PoolSize(NamedTuple):
@@ -70,9 +66,8 @@ def rows_of(pages: ModelPages, config: Any, positions: int | None, requests: int
     blocks = None if positions is None else -(-positions // pages.block)
     longest = blocks or (config.num_blocks or 0) + SPARE_BLOCKS
     row = pages.request_bytes(longest)
-    share = SHARE_OF_ROWS if not pages.windowed else SHARE_WITH_WINDOWS if pages.pooled else SHARE_OF_WINDOWS
     keeps = pages.keeps_rows and not pages.shares_pages and config.allow_block_sharing
-    fit = int(share * memory / row)
+    fit = int(pages.share_of_rows * memory / row)
     fit = fit * ROWS_FOR_PREFIXES // (ROWS_FOR_PREFIXES + 1) if keeps else fit
     requests = max(1, min(requests, fit, config.num_blocks or fit))
     kept = max(FEWEST_KEPT, requests // ROWS_FOR_PREFIXES) if keeps else 0
