@@ -164,38 +164,38 @@ def test_an_error_is_one_line(qattn, arguments, code, said):
 LARGE = ("torch", "transformers", "numpy", "huggingface_hub")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        (["--version"], 0),
-        (["bench", "decode", "--help"], 0),
-        (["compare", "--help"], 0),
-        (["bogus"], 2),
-        (["compare", "--bogus"], 2),
-        (["cache", "report", "--tokens", "none"], 2),
-        (["generate"], 2),
-        (["eval"], 2),
-        (["methods", "trubo"], 2),
-        (["demo", "--method", "trubo"], 2),
-        (["cache", "report", "--recipe", "trubo_sink"], 2),
-        (["doctor", "--compile", "--set", "bits"], 2),
-        (["compare", "--method", "turbo:k_bits=4,v_bits=2,kivvi"], 2),
-        (["eval", "--task", "gsm8k_cot", "--method", "full,turbo:bits"], 2),
-    ],
-)
-def test_help_and_usage_errors_load_nothing_large(arguments, code):
+QUICK = [
+    (["--help"], 0),
+    (["--version"], 0),
+    (["bench", "decode", "--help"], 0),
+    (["compare", "--help"], 0),
+    (["bogus"], 2),
+    (["compare", "--bogus"], 2),
+    (["cache", "report", "--tokens", "none"], 2),
+    (["generate"], 2),
+    (["eval"], 2),
+    (["methods", "trubo"], 2),
+    (["demo", "--method", "trubo"], 2),
+    (["cache", "report", "--recipe", "trubo_sink"], 2),
+    (["doctor", "--compile", "--set", "bits"], 2),
+    (["compare", "--method", "turbo:k_bits=4,v_bits=2,kivvi"], 2),
+    (["eval", "--task", "gsm8k_cot", "--method", "full,turbo:bits"], 2),
+]
+
+
+def test_help_and_usage_errors_load_nothing_large():
     """torch and transformers take seconds, which somebody who mistyped an option would wait for."""
     program = f"""
 import sys
 import qattn_hf
 from qattn_hf.cli import main
-try:
-    main({arguments!r})
-except SystemExit as ended:
-    assert (ended.code or 0) == {code}, ended.code
-loaded = [name for name in {LARGE!r} if name in sys.modules]
-assert not loaded, loaded
+for arguments, code in {QUICK!r}:
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        assert (ended.code or 0) == code, (arguments, ended.code)
+    loaded = [name for name in {LARGE!r} if name in sys.modules]
+    assert not loaded, (arguments, loaded)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

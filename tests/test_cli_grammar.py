@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from qattn_hf.cli import _older, app, main
+from qattn_hf.cli import _older, app
 from qattn_hf.cli._common import Precision, bytes_of
 from qattn_hf.methods import get_method, list_methods
 
@@ -111,39 +111,28 @@ def test_todays_grammar_is_left_alone(capsys, line):
     assert capsys.readouterr().err == ""
 
 
-def test_an_older_command_line_runs(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["report", "--tokens", "80", "--method", "int8", "--json"])
-    out, err = capsys.readouterr()
-    assert not ended.value.code and json.loads(out)["method"] == "int8"
+def test_an_older_command_line_runs(qattn):
+    code, out, err = qattn("report", "--tokens", "80", "--method", "int8", "--json")
+    assert code == 0 and json.loads(out)["method"] == "int8"
     assert "Type: qattn cache report --tokens 80 --method int8 --json" in err
 
 
 @pytest.mark.parametrize("given", ["24", "24.5", "1e9", "12 parsecs", "-1GiB"])
-def test_a_size_needs_its_unit(capsys, given):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "throughput", "--kv-memory", given])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and "GiB" in err and err.count("\n") == 1
+def test_a_size_needs_its_unit(qattn, given):
+    code, _, err = qattn("bench", "throughput", "--kv-memory", given)
+    assert code == 2 and "GiB" in err and err.count("\n") == 1
 
 
-def said(capsys, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert not ended.value.code
-    return str(capsys.readouterr().out)
-
-
-def test_generate_gives_text_and_report_as_data(capsys, tmp_path):
+def test_generate_gives_text_and_report_as_data(qattn, tmp_path):
     asked = ["generate", "--prompt", "Once upon a time", "--method", "int8", "--max-new-tokens", "4", "--device", "cpu"]
-    data = json.loads(said(capsys, *asked, "--json", "--output", str(tmp_path / "answer.json")))
+    data = json.loads(qattn(*asked, "--json", "--output", str(tmp_path / "answer.json"))[1])
     assert data["prompt"] == "Once upon a time" and data["report"]["method"] == "int8"
-    assert said(capsys, *asked).strip().startswith(data["text"].strip()) and data["text"]
+    assert qattn(*asked)[1].strip().startswith(data["text"].strip()) and data["text"]
     assert json.loads((tmp_path / "answer.json").read_text())["report"] == data["report"]
 
 
-def test_methods_are_data_too(capsys):
-    data = json.loads(said(capsys, "methods", "turbo_sink", "--json"))["methods"]
+def test_methods_are_data_too(qattn):
+    data = json.loads(qattn("methods", "turbo_sink", "--json")[1])["methods"]
     assert [one["name"] for one in data] == ["turbo"] and data[0]["kernels"] is True
     assert data[0]["settings"]["bits"] == {
         "allowed": "4, 2, mixed",
@@ -152,4 +141,4 @@ def test_methods_are_data_too(capsys):
         "description": get_method("turbo").model_fields["bits"].description,
     }
     assert data[0]["settings"]["block_kv"]["reference_only"] == [32]
-    assert [one["name"] for one in json.loads(said(capsys, "methods", "--json"))["methods"]] == list_methods()
+    assert [one["name"] for one in json.loads(qattn("methods", "--json")[1])["methods"]] == list_methods()

@@ -10,7 +10,6 @@ from helpers import random_ids, tiny_llama
 
 from qattn_hf import QAttnError, patch, report
 from qattn_hf.attention.observe import Call, observed
-from qattn_hf.cli import main
 from qattn_hf.fidelity import inspection
 from qattn_hf.fidelity.inspection import Inspected, inspect
 from qattn_hf.fidelity.inspection_pictures import channel_ranges, heads, value_gaps
@@ -126,27 +125,15 @@ def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
             assert sum(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]) == 0
 
 
-def test_the_command_draws_every_picture(tmp_path, capsys):
+def test_the_command_draws_every_picture(tmp_path, qattn):
     numbers = tmp_path / "numbers.json"
-    arguments = [
-        "inspect",
-        "--pictures",
-        str(tmp_path / "pictures"),
-        "--tokens",
-        "150",
-        "--layer",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--output", str(numbers)])
-    assert not ended.value.code, capsys.readouterr().err
+    sizes = ("--tokens", "150", "--layer", "2", "--device", "cpu")
+    arguments = ("inspect", "--pictures", str(tmp_path / "pictures"), *sizes)
+    code, _, err = qattn(*arguments, "--output", str(numbers))
+    assert code == 0, err
     files = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert files == ["channels-2.png", "gaps.png", "heads.png", "sinks-2.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "pictures").iterdir())
     layers = json.loads(numbers.read_text())["layers"]
     assert len(layers) == 8 and len(layers[0]["most_attended"][0]) == 10
-    with pytest.raises(SystemExit):
-        main([*arguments, "--layer", "8"])
-    assert "packed layers are 0-7" in capsys.readouterr().err
+    assert "packed layers are 0-7" in qattn(*arguments, "--layer", "8")[2]

@@ -67,6 +67,12 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 NOISE = {"int8": (5e-4, 0.05), "turbo": (3e-3, 0.2)}
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
+# In the first tier a ring of codes, one without, one with sinks, and no ring.
+FEW = ("turbo", "kivi", "sinkq", "int8")
+every_method = pytest.mark.parametrize(
+    "method", [m if m in FEW else pytest.param(m, marks=pytest.mark.slow) for m in list_methods()]
+)
+
 
 def tiny(config: PretrainedConfig | None = None, seed: int = 0, **sizes: Any) -> PreTrainedModel:
     """A random model, biases included; Llama with other `sizes` by default."""
@@ -203,7 +209,7 @@ def test_pipeline_of_a_batch_equals_generate():
     assert report(model).to_dict()["packed_tokens"] >= 64
 
 
-@pytest.mark.parametrize("method", list_methods())
+@every_method
 def test_scoring_right_padded_text_equals_the_rows_alone(method):
     model, (ids, mask) = patch(tiny(), method), padded()
     right = ids.flip(1)
@@ -212,7 +218,7 @@ def test_scoring_right_padded_text_equals_the_rows_alone(method):
     torch.testing.assert_close(logits[1], model(right[1:]).logits[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", list_methods())
+@every_method
 def test_greedy_by_hand_equals_generate(method):
     model, ids = patch(tiny(), method), tokens()
     text, new = ids, ids
@@ -233,7 +239,7 @@ def test_plain_call_makes_a_packed_cache(through):
     assert report(out.past_key_values).to_dict()["packed_tokens"] == PROMPT // 64 * 64
 
 
-@pytest.mark.parametrize("method", list_methods())
+@every_method
 def test_sampling_with_a_seed_repeats(method):
     model, (ids, mask) = patch(tiny(), method), padded()
     runs = []
@@ -272,7 +278,7 @@ def test_streamer_hears_every_token():
     assert "".join(streamer).split() == [str(int(i)) for i in want]
 
 
-@pytest.mark.parametrize("method", list_methods())
+@every_method
 def test_embeddings_equal_token_ids(method):
     model, (ids, mask) = patch(tiny(), method), padded()
     embeds = model.get_input_embeddings()(ids)
@@ -280,7 +286,7 @@ def test_embeddings_equal_token_ids(method):
     assert torch.equal(got, model.generate(ids, attention_mask=mask, **GREEDY)[:, PROMPT:])
 
 
-@pytest.mark.parametrize("method", list_methods())
+@every_method
 def test_second_turn_goes_on_where_the_first_ended(method):
     """The same text as one answer: the second turn packs and sees what single steps would have."""
     model, ids = patch(tiny(), method), tokens()

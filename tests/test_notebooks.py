@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import rich.console
 from helpers import random_ids, tiny_llama
@@ -25,14 +26,17 @@ def cells(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-def test_the_cells_of_the_first_notebook_run(monkeypatch: pytest.MonkeyPatch):
-    """One after another, in this process."""
+def test_the_cells_of_the_first_notebook_run(tmp_path: Path):
+    """One after another, in a forked process: they change the settings of libraries."""
     pytest.importorskip("matplotlib", reason="the notebook draws")
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    names: dict[str, Any] = {}
-    for cell in cells(ROOT / "examples" / "quickstart.ipynb"):
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
+
+    def run() -> None:
+        names: dict[str, Any] = {}
+        for cell in cells(ROOT / "examples" / "quickstart.ipynb"):
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+
+    forked.wait(forked.start(run, tmp_path / "said", MPLBACKEND="agg"), tmp_path / "said")
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 from helpers import tiny_llama
 
 from qattn_hf import QAttnError, patch, unpatch
-from qattn_hf.cli import main
 from qattn_hf.fidelity.needles import KINDS, TEMPLATES, Prompt, PromptMaker, Question, all_prompts
 from qattn_hf.fidelity.retrieval import Found, _found, answers, compare_retrieval, lost_won, retrieval_table, scores
 from qattn_hf.model.loading import load
@@ -177,24 +176,20 @@ def test_what_cannot_be_judged_is_said(demo):
     unpatch(demo.model)
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, qattn):
     asked = ["retrieval", "--device", "cpu", "--lengths", "200", "--depths", "30,90", "--method", "int8"]
     text = tmp_path / "filler.txt"
     text.write_text("The ship came home. The road was long. ")
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [*asked, "--kinds", "multikey, single", "--text", str(text), "--json", "--output", str(tmp_path / "o.json")]
-        )
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert not ended.value.code and [(row["method"], row["kind"]) for row in rows] == [
+    files = ("--text", str(text), "--output", str(tmp_path / "o.json"))
+    code, out, _ = qattn(*asked, "--kinds", "multikey, single", "--json", *files)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [(row["method"], row["kind"]) for row in rows] == [
         (name, kind) for kind in ("multikey", "single") for name in ("full precision", "int8")
     ]
     assert rows[0]["template"] == "pairs" and rows[2]["by_depth"].keys() == {"30", "90"} and rows[2]["answers"] == 2
     assert json.loads((tmp_path / "o.json").read_text())["rows"] == rows
-    with pytest.raises(SystemExit) as ended:
-        main(asked)
-    out = capsys.readouterr().out
-    assert not ended.value.code and "multikey, 200" in out and "values that only full precision found" in out
+    code, out, _ = qattn(*asked)
+    assert code == 0 and "multikey, 200" in out and "values that only full precision found" in out
 
 
 @pytest.mark.parametrize(
@@ -206,12 +201,11 @@ def test_the_command(tmp_path, capsys):
         (["--template", "needle"], "template needle"),
     ],
 )
-def test_wrong_options_are_said_before_a_model_is_loaded(options, said, capsys, monkeypatch):
+def test_wrong_options_are_said_before_a_model_is_loaded(options, said, qattn, monkeypatch):
     module = sys.modules["qattn_hf.cli.retrieval"]  # in its package the function has this name
     monkeypatch.setattr(module, "load", lambda *args: pytest.fail("a model was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        main(["retrieval", *options])
-    assert ended.value.code and said in capsys.readouterr().err
+    code, _, err = qattn("retrieval", *options)
+    assert code and said in err
 
 
 def test_a_tokenizer_without_bos_and_a_model_of_another_kind():

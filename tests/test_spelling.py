@@ -7,7 +7,7 @@ import typer
 from helpers import tiny_llama
 
 from qattn_hf import QAttnCache, RecipeError, load_recipe, patch, report
-from qattn_hf.cli import app, main
+from qattn_hf.cli import app
 from qattn_hf.recipes.recipe import find_recipe, find_recipes, list_recipes
 from qattn_hf.recipes.spelling import split_method, split_methods
 
@@ -56,10 +56,10 @@ def commands_with_a_method() -> dict[str, list[str]]:
     return found
 
 
-def run(capsys, command: str, *arguments: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        main([*command.split(), *COMMANDS[command], *arguments])
-    return int(ended.value.code or 0), capsys.readouterr().err
+@pytest.fixture
+def run(qattn):
+    """Run a command with what `COMMANDS` has for it: `(exit code, stdout, stderr)`."""
+    return lambda command, *arguments: qattn(*command.split(), *COMMANDS[command], *arguments)
 
 
 def test_every_command_that_takes_a_method_is_asked_below():
@@ -67,12 +67,12 @@ def test_every_command_that_takes_a_method_is_asked_below():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_reads_every_spelling(capsys, tmp_path, command):
+def test_every_command_reads_every_spelling(run, tmp_path, command):
     path = tmp_path / "mine.yaml"
     path.write_text("method: int8\nsmooth_k: true\n")
     for option in commands_with_a_method()[command]:
         for text in (*SPELLINGS, str(path), f"{path}:smooth_k=false"):
-            code, err = run(capsys, command, option, text)
+            code, _, err = run(command, option, text)
             assert code and any(what in err for what in AFTERWARDS), (option, text, err)
 
 
@@ -87,8 +87,8 @@ def test_every_command_reads_every_spelling(capsys, tmp_path, command):
         ("missing.yaml", ("no recipe at missing.yaml", "turbo_sink")),
     ],
 )
-def test_every_command_says_the_same_of_what_cannot_be(capsys, command, text, said):
-    code, err = run(capsys, command, "--method", text)
+def test_every_command_says_the_same_of_what_cannot_be(run, command, text, said):
+    code, _, err = run(command, "--method", text)
     assert code and all(part in err for part in said), err
 
 
