@@ -45,7 +45,7 @@ def rows(
     """
     for point in points:
         shape = {"bench": "prefill", **point._asdict(), **heads.row(), "device": device.type}
-        names = ("flash",)
+        names: tuple[str, ...] = ("flash",)
         if device.type == "cuda":
             names = ("flash", "cudnn") if heads.dim <= FLASH_DIM else ("efficient", "math")
         backends = {f"sdpa {name}": sdpa.BACKENDS[name] for name in names}

@@ -36,7 +36,7 @@ WIDE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("group", [2, 8])  # 8 columns of a product, and 16
+@pytest.mark.parametrize("group", [2, 8])  # one program for the queries of a head, and two
 @pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
 def test_error_against_fp64(case: Case, group: int):
     check_errors(case, "normal", 32768 if ON_GPU else 129, DIM, group)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.planes import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.jit.math import channels_in_order, spread_channels
-from qattn_kernels.jit.split_int8 import add_split, dot_split, join_split, split_weights
+from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_order, unstack
 
 
@@ -254,14 +254,14 @@ def code_values(codes, at, y, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.cons
         y_lo, y_hi = _weight_halves(y, BITS, C)
         lo, hi = half_values(codes, at, BITS, SIDE, C)
         y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
-        o = add_split(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)))
+        o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
         one, other = _quarter_bytes(codes, at, BITS, SIDE, C)
         y_lo, y_hi = _weight_halves(y, BITS, C)
         first, second = unstack(y_lo)
         third, fourth = unstack(y_hi)
         o = dot_split(_quarter(one, other, 0, BITS, C.PLAIN), split_weights(first, C))
-        o = add_split(_quarter(one, other, 1, BITS, C.PLAIN), split_weights(second, C), acc=o)
-        o = add_split(_quarter(one, other, 2, BITS, C.PLAIN), split_weights(third, C), acc=o)
-        o = add_split(_quarter(one, other, 3, BITS, C.PLAIN), split_weights(fourth, C), acc=o)
+        o = tl.dot(_quarter(one, other, 1, BITS, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
+        o = tl.dot(_quarter(one, other, 2, BITS, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
+        o = tl.dot(_quarter(one, other, 3, BITS, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
     return join_split(o)

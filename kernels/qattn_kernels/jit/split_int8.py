@@ -5,10 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels import layout
 from qattn_kernels.jit.math import MOST_SUMMED, ROUNDER, ROUNDER_BITS
 
-WIDEST_HEAD = tl.constexpr(layout.WIDEST_HEAD)
 SPLIT_TOP = tl.constexpr(32512.0)  # largest number that an INT8 pair represents: 127 * 256
 
 
@@ -64,35 +62,13 @@ def split_neighbours(y, C: tl.constexpr):
 
 
 @triton.jit
-def _column_halves(x):
-    """Return the first and the second half of the columns of `[n, m]`."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def add_split(a, b, acc):
-    """Add the product of INT8 codes and INT8 pairs to `acc`.
-
-    Heads of more than 256 channels take four warps. For 16 columns those would select Hopper's wgmma, whose 8-bit form
-    needs an order of weights that Triton 3.6 does not provide. It takes no 8 columns."""
-    if max(a.shape[0], a.shape[1]) > WIDEST_HEAD and b.shape[1] > 8:
-        b, acc = _column_halves(b), _column_halves(acc)
-        first = tl.dot(a, b[0], acc=acc[0], out_dtype=tl.int32)
-        second = tl.dot(a, b[1], acc=acc[1], out_dtype=tl.int32)
-        joined = tl.permute(tl.join(first, second), (0, 2, 1))
-        return tl.reshape(joined, (joined.shape[0], 2 * joined.shape[2]))
-    else:
-        return tl.dot(a, b, acc=acc, out_dtype=tl.int32)
-
-
-@triton.jit
 def dot_split(a, b):
     """Multiply INT8 codes with INT8 pairs, for `join_split`. Sums start at the bits of a float (`ROUNDER`)."""
     if a.shape[1] > MOST_SUMMED:
-        sums = add_split(a, b, tl.full([a.shape[0], b.shape[1]], 0, tl.int32))
-        return (sums.to(tl.float32) + ROUNDER).to(tl.int32, bitcast=True)
+        return (tl.dot(a, b, out_dtype=tl.int32).to(tl.float32) + ROUNDER).to(tl.int32, bitcast=True)
     else:
-        return add_split(a, b, tl.full([a.shape[0], b.shape[1]], ROUNDER_BITS, tl.int32))
+        start = tl.full([a.shape[0], b.shape[1]], ROUNDER_BITS, tl.int32)
+        return tl.dot(a, b, acc=start, out_dtype=tl.int32)
 
 
 @triton.jit

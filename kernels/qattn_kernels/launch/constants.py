@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from qattn_kernels.formats.side import PARTS, Side
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import WIDEST_HEAD
 
 LEAST_COLUMNS = 8  # minimum columns of a tensor core tile
 MOST_COLUMNS = 16  # maximum columns per program; more queries of a short call use more programs
@@ -193,7 +194,9 @@ def sizes_of(
     """
     at = spec.window
     k, v = spec.k.side(heads, dim, at.block, False), spec.v.side(heads, v_dim or dim, at.block, True)
-    least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
+    # two warps hold the sums of a wide head for the fewest columns
+    narrow = max(dim, v_dim or dim) > WIDEST_HEAD
+    least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, LEAST_COLUMNS if narrow else MOST_COLUMNS)
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)

@@ -14,7 +14,7 @@ from qattn_kernels.formats.packing import read_codes, write_codes
 from qattn_kernels.formats.planes import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.formats.scale_bits import from_bits
 from qattn_kernels.jit.math import TINY, inverse_of
-from qattn_kernels.jit.split_int8 import SPLIT_TOP, add_split, dot_split, join_split, split_weights
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import (
     deinterleave,
     interleave,
@@ -185,7 +185,7 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
             y_lo, y_hi = unstack(y)
             y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
             lo, hi = _levels(x, HALVES, BITS, SIDE, C)
-            o = add_split(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)))
+            o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
         return join_split(o)
 
 

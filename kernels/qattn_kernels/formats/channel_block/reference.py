@@ -12,7 +12,7 @@ from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.scales import from_bits
 from qattn_kernels.formats.side import Side
-from qattn_kernels.layout import WIDEST_HEAD, Geometry, State, TensorSpec, Window
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LEAST_GROUP = 32  # minimum channels of an integer product
 
@@ -38,9 +38,6 @@ class ChannelBlockFormat(OpenFormat):
 
     def kernel_bits(self, heads: int) -> int:
         return self.bits
-
-    def decode_warps(self, dim: int, block: int, columns: int) -> int:
-        return 1 if dim <= WIDEST_HEAD else 8  # each group of channels has sums of its own
 
     def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
         return super().side(heads, dim, block, values)._replace(CHANNELS=self.group(dim))

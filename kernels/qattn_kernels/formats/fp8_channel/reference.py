@@ -10,7 +10,7 @@ import torch
 
 from qattn_kernels.formats.base import Block, FixedBy, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.fp8.reference import LARGEST, to_fp8
-from qattn_kernels.layout import WIDEST_HEAD, Geometry, State, TensorSpec, Window
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Fp8ChannelFormat(OpenFormat):
         return f"v_scale is {self.v_scale!r}; the kernels scale values by block"
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:
-        return 8 if dim > WIDEST_HEAD else 2 if columns > 8 else 1
+        return 2 if columns > 8 else 1
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows = (geo.batch, geo.heads)

@@ -79,7 +79,9 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     if spec.v.in_model_precision:
         warps, stages = warps_of(size.K.DP, 2), 2
     elif size.K.DP > ONE_WARP_DIM:
-        warps = size.K.DP // ONE_WARP_DIM
+        # four warps would select Hopper's wgmma, whose 8-bit form needs an order of weights that Triton 3.6 does not
+        # provide
+        warps = 2
     warps = max(warps, *(fmt.core.decode_warps(size.K.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
     registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
     programs = REGISTERS // registers  # per multiprocessor, limited by registers
