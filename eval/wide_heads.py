@@ -2,7 +2,7 @@
 
 A layer takes a prompt of random tokens and one step. Its outputs are compared with fp64 attention over the unquantized
 keys and values: the prompt's last queries (`prompt_error`) and the step's (`step_error`), as relative norms. All head
-dims have as many query and KV heads, and scores of the same spread.
+dims have 32 query heads and 4 KV heads, and scores of the same spread.
 """
 
 from __future__ import annotations
