@@ -72,8 +72,6 @@ ON_OTHERS = [
     (gpu(227, (9, 0)), "turboquant", 512, (64, 32, 32, 2, 8)),
     (gpu(163, (8, 0)), "turbo", 512, (64, 64, 64, 2, 8)),
     (gpu(163, (8, 0)), "turboquant", 512, (32, 32, 32, 2, 8)),
-    (gpu(227, (10, 0)), "turbo", 512, (64, 64, 64, 2, 8)),
-    (gpu(227, (10, 0)), "turboquant", 512, (32, 32, 32, 2, 8)),  # the sums of more exceed its tensor memory
 ]
 
 
@@ -143,6 +141,9 @@ def test_a_gpu_without_room_is_refused_in_words(on: Any, monkeypatch: pytest.Mon
     assert unsupported(wide_blocks, 2, 512, 512) == (
         "kernels for head dim 512 and blocks of 128 tokens need 227 KiB of shared memory a block, and this GPU has 163"
     )
+    on(gpu(227, (10, 0)))
+    assert unsupported(spec, 2, 256, 256) is None
+    assert unsupported(spec, 2, 512, 512).endswith("exceed the tensor memory of GPUs of compute capability 10")
     on(gpu(99))
     assert unsupported(spec, 2, 264, 264) == (
         "kernels for head dim 264 need 163 KiB of shared memory a block, and this GPU has 99"
@@ -198,9 +199,8 @@ def test_every_method_target_and_head_dim_compiles_once():
 @pytest.mark.slow
 def test_wide_heads_compile():
     for kernel in ("attend", "decode_kernel"):
-        rows = compiled([80, 90, 100], ["turbo", "int8", "fp8"], [512], kernel)
+        rows = compiled([80, 90], ["turbo", "int8"], [512], kernel)
         assert max(row["stack"] for row in rows) <= MOST_STACK
-        assert min(row["registers"] for row in rows) > 64  # a kernel that exceeds tensor memory compiles to a trap
 
 
 @pytest.mark.gpu

@@ -17,9 +17,6 @@ from qattn_kernels.launch.tuned import Prefill, read, tuned_for
 
 SLOT = 4  # bytes of each extra number of a slot: bias, scale, inverse scale, position
 ALIGNED = KIB  # maximum bytes lost to alignment
-# Columns of Blackwell's tensor memory (capability 10). It holds the sums of 16-bit products of 64 queries and more.
-TENSOR_COLUMNS = 512
-NEVER = 1 << 30  # bytes that no GPU has
 
 
 def prefill_tiles(chip: Chip, kind: str, dim: int) -> tuple[Prefill, ...]:
@@ -52,16 +49,12 @@ def first_that_fits(tiles: tuple[Prefill, ...], needs: Callable[[Prefill], int],
 def prefill_bytes(size: PrefillSizes, width: int, chip: Chip) -> int:
     """Return an upper bound of the shared memory, in bytes, of a prefill program.
 
-    It is `NEVER` for sums that do not fit the GPU's tensor memory.
-
     Args:
         size: compile-time constants of the kernel.
         width: bytes of a number of queries, and of unquantized keys and values.
         chip: the GPU.
     """
     k, v = 1 if size.K_INT8 else width, 1 if size.V_INT8 or size.V_FP8 else width
-    if chip.capability[0] == 10 and v == 2 and size.BM >= 64 and size.DVP + size.BN > TENSOR_COLUMNS:
-        return NEVER
     queries = size.BM * size.DP * k
     beside = SLOT * (2 + size.K_INT8 + size.V_INT8 + (size.SMOOTH_Q != "none"))
 

@@ -12,6 +12,7 @@ from qattn_kernels.chip import KIB, LIMIT, chip_of
 from qattn_kernels.formats import Format, jit_module
 from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import WIDEST_HEAD
 
 HEAD_DIMS = range(64, 513, 8)
 BLOCKS = (64, 128)  # and 32, for formats without integer products over half tiles
@@ -94,8 +95,10 @@ def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
 
 
 def _no_room_for_blocks(spec: LayerSpec, dim: int) -> str | None:
-    """Return why this GPU has too little shared memory to quantize a block, or None."""
+    """Return why this GPU has too little memory for the sums of a wide head, or to quantize a block, or None."""
     block = spec.window.block
+    if dim > WIDEST_HEAD and chip_of(_device()).capability[0] == 10:
+        return f"the sums of head dim {dim} exceed the tensor memory of GPUs of compute capability 10"
     if block * dim <= LATENT_BLOCK:
         return None
     return _no_room(f"head dim {dim} and blocks of {block} tokens", block * dim, {2 * LATENT_BLOCK: 227})

@@ -12,7 +12,6 @@ import torch
 
 from qattn_kernels.chip import Chip
 from qattn_kernels.launch.constants import Sizes
-from qattn_kernels.launch.options import warps_of
 from qattn_kernels.launch.tuned import Decode, tuned_for
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -77,7 +76,7 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     """
     warps, stages = 1, 3
     if spec.v.in_model_precision:
-        warps, stages = warps_of(size.K.DP, 2), 2
+        warps, stages = 2, 2
     elif size.K.DP > ONE_WARP_DIM:
         # four warps would select Hopper's wgmma, whose 8-bit form needs an order of weights that Triton 3.6 does not
         # provide
