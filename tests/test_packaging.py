@@ -214,8 +214,8 @@ def test_a_release_has_absolute_links_and_addresses(tmp_path):
     run(sys.executable, tmp_path / ".ci" / script.name, address, cwd=tmp_path)
     links = re.findall(r"\]\(([^)\s]+)\)", (tmp_path / "README.md").read_text(encoding="utf-8"))
     assert links and [link for link in links if not link.startswith(("https://", "#"))] == []
-    choose = next(link for link in links if link.endswith("/docs/choose.md"))
-    assert re.fullmatch(rf"{address}/blob/v\d+\.\d+\.\d+/docs/choose\.md", choose)
+    page = next(link for link in links if link.endswith("/docs/models.md"))
+    assert re.fullmatch(rf"{address}/blob/v\d+\.\d+\.\d+/docs/models\.md", page)
     project = (tmp_path / "pyproject.toml").read_text(encoding="utf-8")
     assert f'[project.urls]\nHomepage = "{address}"\n' in project
     again = subprocess.run([sys.executable, tmp_path / ".ci" / script.name, address], capture_output=True, text=True)

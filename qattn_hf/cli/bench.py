@@ -218,6 +218,7 @@ def requests(
         list[int] | None, typer.Option("--longest", min=16, help="Tokens of the longest prompt. Repeatable.")
     ] = None,
     quick: QuickOption = False,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     as_json: JsonOption = False,
     output: OutputOption = None,
@@ -236,7 +237,7 @@ def requests(
     (load,) = chosen_points(measured, quick, where, None, None)
     memory = whole_mib(kv_memory) or [load.kv_mib]
     loads = [load._replace(kv_mib=mib, longest=tokens) for mib in memory for tokens in longest or [load.longest]]
-    lm = bench_model(model, quick, where, random_weights=random_weights)
+    lm = bench_model(model, quick, where, dtype, random_weights)
     show(measured.rows(loads, recipes, lm, where), as_json, output, wide)
 
 

@@ -176,6 +176,8 @@ def _read(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> list[floa
 
 
 def _alike(a: Frequencies, b: Frequencies) -> bool:
+    """Return whether two RoPEs have the same frequencies. On the meta device they have no numbers to compare."""
     (x, y), (s, t) = ((rope["inv_freq"] for rope in (a, b)), (rope["attention_scaling"] for rope in (a, b)))
     alike = all(math.isclose(p, q, rel_tol=ROUNDING) for p, q in zip(x, y, strict=False))
-    return len(x) == len(y) and alike and (s is t if None in (s, t) else math.isclose(s, t, rel_tol=ROUNDING))
+    same = (len(x) == len(y) or not (x and y)) and alike
+    return same and (s is t if None in (s, t) else math.isclose(s, t, rel_tol=ROUNDING))

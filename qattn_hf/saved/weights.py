@@ -49,14 +49,16 @@ def seem_unchanged(decoder: torch.nn.Module, then: Weights) -> bool:
 
 
 def _weights(decoder: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters of all modules. Several times faster than `parameters`, which makes names."""
+    """Yield the parameters of all modules but those on the meta device, which stand for offloaded ones.
+
+    Several times faster than `parameters`, which makes names."""
     stack: list[torch.nn.Module | None] = [decoder]
     while stack:
         if (module := stack.pop()) is not None:
             own = vars(module)
             stack += own["_modules"].values()
             for weight in own["_parameters"].values():
-                if weight is not None:
+                if weight is not None and not weight.is_meta:
                     yield weight
 
 
