@@ -49,7 +49,7 @@ def seem_unchanged(decoder: torch.nn.Module, then: Weights) -> bool:
 
 
 def _weights(decoder: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters of all modules but those on the meta device, which stand for offloaded ones.
+    """Yield the parameters of all modules but those on the meta device, whose numbers are elsewhere.
 
     Several times faster than `parameters`, which makes names."""
     stack: list[torch.nn.Module | None] = [decoder]
