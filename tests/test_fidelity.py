@@ -15,6 +15,8 @@ from qattn_hf.assets import demo_model_dir, prose
 from qattn_hf.attention.observe import Call, observed
 from qattn_hf.cache.sizes import size_of
 from qattn_hf.fidelity.compare import ShadowCaches, compare
+from qattn_hf.fidelity.picture import draw
+from qattn_hf.fidelity.tables import table
 from qattn_hf.reading.chunks import feed
 from qattn_hf.reading.metrics import AttentionSums, over_layers, pareto, text_figures, token_figures
 from qattn_hf.reading.texts import full_logits, made_text, parted, read_as, rows_of
@@ -118,6 +120,15 @@ def test_two_bits_are_worse_than_four_in_every_figure(rows):
         assert all(sign * b[name] > sign * a[name] for name, sign in WORSE.items())
     assert two["effective_bits_total"] == pytest.approx(four["effective_bits_total"] - 2)
     assert all(row["pareto"] for row in rows.values())
+
+
+def test_rows_without_errors_of_attention(rows, tmp_path):
+    """As `tune` measures them: a table has dashes there, and a plot of them is refused."""
+    without = [{"model": "demo", **{key: value for key, value in rows["turbo"].items() if key != "attention"}}]
+    header, (line,) = table(without)
+    assert [line[header.index(name)] for name in ("cosine", "relative\nL1", "RMSE")] == ["-"] * 3
+    with pytest.raises(QAttnError, match="compare with by_layer=True"):
+        draw(without, tmp_path / "plot.png", "")
 
 
 def test_attention_is_judged_on_the_inputs_of_full_precision_and_changes_nothing(demo):

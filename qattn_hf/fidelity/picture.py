@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.compare import Row
 
 MIN_KL = 1e-7  # lower end of the logarithmic axis; smaller values are fp32 rounding
@@ -20,7 +21,12 @@ def draw(rows: list[Row], target: Path, title: str) -> None:
     Args:
         rows: as `compare` returns them.
         target: image file to write, such as a .png.
+
+    Raises:
+        QAttnError: a row was not measured layer by layer.
     """
+    if lacking := [row["method"] for row in rows if "attention" not in row]:
+        raise QAttnError(f"no errors of attention were measured for {lacking[0]}: compare with by_layer=True")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")

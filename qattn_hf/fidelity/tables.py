@@ -14,13 +14,16 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """Format results of `compare` as a header and lines of text.
 
     The first `FIRST` columns are the most important ones and fit a terminal of 80 characters. Cells have two lines. The
-    second line has the standard error of KL and perplexity, or the worst layer below the average one.
+    second line has the standard error of KL and perplexity, or the worst layer below the average one. Rows that were
+    not measured layer by layer have a dash there.
 
     Args:
         rows: as `compare` returns them.
     """
 
     def layers(row: Row, key: str, form: str) -> str:
+        if "attention" not in row:
+            return "-"
         return "\n".join(format(row["attention"][which][key], form) for which in ("average", "worst"))
 
     def error(value: float | None, form: str) -> str:
