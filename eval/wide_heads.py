@@ -1,5 +1,7 @@
 """Errors of kernels by head dim: `python eval/wide_heads.py` prints one JSON row per method and head dim.
 
+    python eval/record.py wide-heads -- python eval/wide_heads.py
+
 A layer takes a prompt of random tokens and one step. Its outputs are compared with fp64 attention over the unquantized
 keys and values: the prompt's last queries (`prompt_error`) and the step's (`step_error`), as relative norms. All head
 dims have 32 query heads and 4 KV heads, and scores of the same spread.

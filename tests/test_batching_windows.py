@@ -35,7 +35,7 @@ SHORT = {"max_new_tokens": NEW}
     [
         ("gemma3_text", "none", {}),
         ("gemma3_text", "turbo", {}),
-        ("gemma3_text", "kivi", {}),  # whose blocks are smaller than those of the windows
+        ("gemma3_text", "kivi", {}),  # whose blocks are smaller than blocks of windows
         ("gemma3_text", "int8:sliding=packed", {}),
         ("gemma3_text", "turbo:sliding=packed", {}),
         ("gpt_oss", "int8", {}),

@@ -13,7 +13,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from qattn_hf import QAttnCache, UnsupportedError, list_methods, patch, report, unpatch
 from qattn_hf.generate.continuous import transformers_api
 from qattn_hf.generate.continuous.batch import Held, batches
-from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, resized
+from qattn_hf.generate.continuous.page_layout import by_block, bytes_of, resized
+from qattn_hf.generate.continuous.pages import PagedLayer
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores

@@ -153,7 +153,7 @@ def test_generate_until_is_generate_of_the_patched_model(lm, loaded):
 
 @pytest.mark.parametrize("method", ["full", "turbo"])
 def test_tasks_share_batches_and_are_counted_apart(lm, monkeypatch, method):
-    """Answers and usage are those of task by task, in fewer calls of `generate`."""
+    """Answers and usage equal a run task by task, in fewer calls of `generate`."""
     options = {"max_gen_toks": 5, "until": []}
     tasks = {"one": (LONG, LONG[9:]), "two": (MIDDLE,), "three": (LONG[30:],)}
     asked_of = {

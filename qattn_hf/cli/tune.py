@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from qattn_hf.tune import Tuned
 
-# One long row costs as much as several short ones, and its losses are those of real contexts.
+# One long row costs as much as several short ones, and measures losses in a context of real length.
 ROWS, CHECK_ROWS, TOKENS, STEPS, BATCH, AT_TOKENS = 1, 2, 4096, 64, 16, 4096
 
 CandidateOption = Annotated[

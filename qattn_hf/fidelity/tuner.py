@@ -1,4 +1,4 @@
-"""Steps of `tune`: screen candidates, try some in each layer, and scale losses to those of all layers."""
+"""Steps of `tune`: screen candidates, try some in each layer, and scale losses of layers so that they add up."""
 
 from __future__ import annotations
 

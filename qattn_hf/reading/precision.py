@@ -1,4 +1,4 @@
-"""Read in fp32, so that losses are those of quantization alone."""
+"""Read in fp32, so that losses come from quantization alone."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from qattn_hf.errors import QAttnError
 from qattn_hf.generate.continuous.admission import EngineError, RequestError
-from qattn_hf.generate.continuous.pages import page_bytes
+from qattn_hf.generate.continuous.page_layout import page_bytes
 from qattn_hf.messages import size
 from qattn_hf.server.engine import Engine, Stream
 from qattn_hf.server.refusals import Refused

@@ -208,6 +208,11 @@ DIMS_OF += [(case, dim, 2) for case, dim in product(PADDED_CASES, PADDED_DIMS)]
 
 @pytest.mark.parametrize(("case", "dim", "group"), DIMS_OF, ids=lambda x: str(x) if isinstance(x, int) else case_id(x))
 def test_head_dims_and_groups(case: Case, dim: int, group: int):
+    check_prompt_and_step(case, dim, group)
+
+
+def check_prompt_and_step(case: Case, dim: int, group: int) -> None:
+    """Compare a prompt, a step and the state after them with the reference. `group`: query heads of a KV head."""
     qkv = inputs(1, 66, 2 if case[1].get("bits") == "mixed" else 1, group, dim)
     one, other = make_layer(case, 128, qkv[1].shape[1]), make_layer(case, 128, qkv[1].shape[1])
     if reason := unsupported(one.spec, 1, dim, dim):

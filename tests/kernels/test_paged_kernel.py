@@ -9,7 +9,8 @@ import torch
 from helpers import DEVICE, Case, case_id, make_layer, random_qkv
 
 from qattn_hf.generate.continuous.batch import Held, batches
-from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, resized
+from qattn_hf.generate.continuous.page_layout import by_block, bytes_of, resized
+from qattn_hf.generate.continuous.pages import PagedLayer
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.arena import Layout

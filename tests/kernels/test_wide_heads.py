@@ -6,11 +6,18 @@ import pytest
 import torch
 from helpers import DEVICE, Case, case_id, make_layer
 from kernel_cases import BY_CHANNELS, CASES, INT8, KIVI, NONE, TURBO
-from test_fused_kernels import ON_GPU, ROUNDING, check_errors, differing, error, exact, feed, inputs
+from test_fused_kernels import (
+    ON_GPU,
+    ROUNDING,
+    check_errors,
+    check_prompt_and_step,
+    error,
+    exact,
+    feed,
+    inputs,
+)
 
-from qattn_kernels.layer.support import unsupported
 from qattn_kernels.step.kernels import fused_step
-from qattn_kernels.step.reference import reference_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 DIM = 512
@@ -19,15 +26,7 @@ FEW = (TURBO, INT8, NONE, KIVI, ("fp8", {}), *BY_CHANNELS)  # the interpreter ta
 
 @pytest.mark.parametrize("case", CASES if ON_GPU else FEW, ids=case_id)
 def test_state_and_outputs(case: Case):
-    """A prompt and a step with eight query heads for each KV head, as `test_head_dims_and_groups`."""
-    qkv = inputs(1, 66, 2 if case[1].get("bits") == "mixed" else 1, 8, DIM)
-    one, other = make_layer(case, 128, qkv[1].shape[1]), make_layer(case, 128, qkv[1].shape[1])
-    if reason := unsupported(one.spec, 1, DIM, DIM):
-        pytest.skip(reason)
-    want = feed(reference_step, one, qkv, [65, 66])
-    got = feed(fused_step, other, qkv, [65, 66])
-    assert differing(one, other) == []
-    assert max(map(error, got, want)) < ROUNDING
+    check_prompt_and_step(case, DIM, 8)
 
 
 WIDE_CASES = [

@@ -10,7 +10,8 @@ import torch
 
 from qattn_hf.generate.continuous.batch import Held, row_of
 from qattn_hf.generate.continuous.model_pages import ModelPages
-from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, resized
+from qattn_hf.generate.continuous.page_layout import by_block, bytes_of, resized
+from qattn_hf.generate.continuous.pages import PagedLayer
 from qattn_hf.generate.continuous.prefixes import Prefixes
 from qattn_hf.generate.continuous.rings import RingLayer, ring_of
 from qattn_hf.generate.continuous.transformers_api import FullAttentionCacheAllocator

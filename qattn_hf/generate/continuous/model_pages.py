@@ -7,7 +7,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.generate.continuous.pages import keeps_rows, mean_page_bytes, row_bytes, shares_pages
+from qattn_hf.generate.continuous.page_layout import keeps_rows, mean_page_bytes, row_bytes, shares_pages
 from qattn_hf.generate.continuous.rings import ring_bytes, ring_of
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.layer.memory_budget import BudgetLayerSpec
@@ -51,12 +51,12 @@ class ModelPages(NamedTuple):
 
     @property
     def shares_pages(self) -> bool:
-        """Whether a request may begin with the pages of another one (`pages.shares_pages`)."""
+        """Whether a request may begin with the pages of another one (`page_layout.shares_pages`)."""
         return not self.windowed and all(map(shares_pages, self.every))
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether a request may begin with the row of another one (`pages.keeps_rows`)."""
+        """Whether a request may begin with the row of another one (`page_layout.keeps_rows`)."""
         return not self.windowed and all(map(keeps_rows, self.every))
 
     @property

@@ -7,18 +7,17 @@ its lengths, its ring of open tokens and its sink pool."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from qattn_hf.cache.report_rows import clamped_scales
-from qattn_kernels.formats.traits import MixedHeads
+from qattn_hf.generate.continuous.page_layout import by_block, by_row, bytes_of, resized, settled
 from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.layer.state import layer_tensors, row_tensors
+from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.step import Arena, Step
 from qattn_kernels.layer.support import reads_pages
 from qattn_kernels.layout import State, TensorSpec, copy_blocks
@@ -29,88 +28,6 @@ from qattn_kernels.step.states import crop
 LENGTHS = ("length", "open_start", "longest", "ring_from")
 COUNTED = 1024  # pages whose scales are counted at once
 RESERVED = 1  # pages that no request owns; unused entries of a batch's tables point to them
-
-
-def by_block(layout: Layout) -> dict[str, TensorSpec]:
-    """Return the per-block state tensors of a page. Masks of a sink pool are in `by_row` instead."""
-    own = {"dropped"} if layout.spec.sink_pool.num else set()
-    return {name: x for name, x in layer_tensors(*layout).items() if x.block_dim is not None and name not in own}
-
-
-def by_row(layout: Layout) -> dict[str, TensorSpec]:
-    """Return the state tensors of a row without its pages: lengths, the ring of open tokens and the sink pool.
-
-    With a sink pool the masks of all blocks are part of the row. They change when a sink leaves the pool, so requests
-    with other sinks could not share them.
-    """
-    own = layer_tensors(*layout).keys() - by_block(layout).keys()
-    return {name: x for name, x in layer_tensors(*layout).items() if name in own and x.batch_dim is not None}
-
-
-def shares_pages(layout: Layout) -> bool:
-    """Return whether another request may begin with the pages of whole blocks alone.
-
-    This holds if no tokens stay open after a block and no row has a mean, a scale or sinks.
-    """
-    window = layout.spec.window
-    return window.span == window.block and window.residual == 0 and not layout.spec.sink_pool.num and not _own(layout)
-
-
-def keeps_rows(layout: Layout) -> bool:
-    """Return whether a row cropped to whole blocks equals a row that read no further tokens.
-
-    Another request may then begin with the row and its pages. Means, scales and ranks must not depend on later tokens,
-    and sinks must be chosen block by block.
-    """
-    pool = layout.spec.sink_pool
-    chosen_by_block = pool.prefill == "group" and pool.select != "attention"
-    return chosen_by_block and layout.spec.window.span == layout.spec.window.block and not _own(layout)
-
-
-def _own(layout: Layout) -> set[str]:
-    """Return the names of a row's state tensors other than lengths, open tokens, sinks and `settled` ones: means,
-    shared scales and ranks of heads, which the row's first tokens determined."""
-    rows = by_row(layout)
-    tokens = {name for name in rows if ".ring" in name or "sink" in name}
-    return rows.keys() - row_tensors(*layout).keys() - tokens - settled(layout).keys()
-
-
-def settled(layout: Layout) -> dict[str, list[int]]:
-    """Return the state tensors, `[Hkv]` by name, that have the same values in all rows with a closed block."""
-    spec, heads = layout.spec, layout.geometry.heads
-    sides = ((side, fmt) for side, fmt in (("k", spec.k), ("v", spec.v)) if isinstance(fmt, MixedHeads))
-    return {f"{side}.{name}": values for side, fmt in sides for name, values in fmt.settled(heads).items()}
-
-
-def resized(layout: Layout, batch: int, blocks: int) -> Layout:
-    """Return the layout for `batch` rows and `blocks` blocks."""
-    return layout._replace(geometry=replace(layout.geometry, batch=batch, blocks=blocks))
-
-
-def bytes_of(tensors: dict[str, TensorSpec]) -> int:
-    """Return the bytes of consecutive tensors, each aligned to `ALIGNMENT`."""
-    return sum(-(-x.nbytes() // ALIGNMENT) * ALIGNMENT for x in tensors.values())
-
-
-def page_bytes(layout: Layout) -> int:
-    """Return the bytes of one block of a layer, over all KV heads, rounded up to `ALIGNMENT`."""
-    exact = sum(x.nbytes() for x in by_block(resized(layout, 1, 1)).values())
-    return -(-exact // ALIGNMENT) * ALIGNMENT
-
-
-def row_bytes(layout: Layout, blocks: int = 1) -> int:
-    """Return the bytes of a request in a layer without its pages, for at most `blocks` blocks."""
-    return bytes_of(by_row(resized(layout, 1, blocks)))
-
-
-def mean_page_bytes(layouts: Sequence[Layout]) -> int:
-    """Return the mean page bytes of the layers, rounded up to `ALIGNMENT`.
-
-    The result covers at least the alignment between a layer's tensors.
-    """
-    mean = math.ceil(sum(map(page_bytes, layouts)) / len(layouts))
-    boundaries = max(len(by_block(layout)) for layout in layouts) * ALIGNMENT
-    return max(-(-mean // ALIGNMENT) * ALIGNMENT, boundaries)
 
 
 class Left(NamedTuple):
@@ -185,9 +102,11 @@ class PagedLayer:
             the pages. Tensors of rows have `slots` rows.
         in_place: whether kernels read pages through a table, so that a step copies nothing.
         read_again: True if later layers attend to this layer's keys and values, as in Gemma 3n.
+        local: the window of the layer's attention (`LayerSpec.local`); None without one.
     """
 
     read_again = False
+    local: int | None = None
 
     def __init__(
         self,
@@ -291,15 +210,22 @@ class PagedLayer:
         Returns:
             `[R, Hq, T, Dv]`.
         """
+        if self.local is not None:
+            scores = scores._replace(window=self.local)
         if not isinstance(rows, Rows):
             self._mark(rows, self.buffers[1], again)
-            return attend_directly(Step(query, key, value, rows.span, Pages(self, rows.table), scores))[0]
+            out, _ = attend_directly(Step(query, key, value, rows.span, Pages(self, rows.table), scores))
+            self._let_leave(rows)
+            return out
         arena, layout = self.gather(rows)
         self._mark(rows, arena, again)
         memory = Arena(arena, layout, self._text)
         out, _ = attend_step(Step(query, key, value, rows.span, memory, scores, rows.past))
         self.scatter(rows, views(arena, layout))
         return out
+
+    def _let_leave(self, rows: Steps) -> None:
+        """Do nothing: blocks in the pool stay until their request ends."""
 
     def _mark(self, rows: Steps, state: torch.Tensor, again: bool) -> None:
         """Keep the bytes before a call that later layers repeat, or restore them.

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from qattn_hf.generate.continuous.batch import Held
-from qattn_hf.generate.continuous.pages import RESERVED, PagedLayer, Rows, Steps, by_block, bytes_of, resized
+from qattn_hf.generate.continuous.page_layout import by_block, bytes_of, resized
+from qattn_hf.generate.continuous.pages import RESERVED, PagedLayer, Rows, Steps
 from qattn_hf.model.layer_kinds import WindowLayerSpec
 from qattn_kernels.layer.arena import Layout
-from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State, Window
 from qattn_kernels.step.states import held_back
@@ -77,20 +77,11 @@ class RingLayer(PagedLayer):
         size = bytes_of(by_block(resized(layout, 1, pages)))
         super().__init__(layout, torch.zeros(size, dtype=torch.uint8, device=device), pages, slots, constants)
 
-    def attend(
-        self,
-        rows: Steps,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: Scores,
-        again: bool = False,
-    ) -> torch.Tensor:
-        out = super().attend(rows, query, key, value, scores._replace(window=self.local), again)
-        if rows.left is not None and not isinstance(rows, Rows):
+    def _let_leave(self, rows: Steps) -> None:
+        """Free the pages of blocks that the window left with a step over pages in place."""
+        if rows.left is not None:
             self.rows["closed"][: len(rows.left.blocks)].sub_(rows.left.blocks)
             super().clear_pages(rows.left.pages)
-        return out
 
     @property
     def bytes_of_rows(self) -> int:

@@ -53,7 +53,7 @@ class Block(NamedTuple):
         start: row position of its first token.
         used: whether the block holds a token of the row.
         closes: whether this call packs the block.
-        flags: base pointer of mask bits: those of this block are at slot `home.index * BLOCK` (`slot_bits`).
+        flags: base pointer of mask bits; the bits of this block are at slot `home.index * BLOCK` (`slot_bits`).
     """
 
     b: Any

@@ -68,8 +68,8 @@ def blocks_seen(row, NB, C: tl.constexpr):
 def blocks_per_split(blocks, splits, shares, C: tl.constexpr):
     """Return the packed blocks per split, a multiple of `C.TILE`, for a row of `blocks` blocks.
 
-    `splits`: splits of the launch, those of open tokens included. `shares`: the `table.Shares`. The result ignores the
-    capacity, so that sums do not depend on it."""
+    `splits`: splits of the launch, including splits of open tokens. `shares`: the `table.Shares`. The result ignores
+    the capacity, so that sums do not depend on it."""
     sharing = tl.minimum(tl.where(blocks < shares.few * shares.long, shares.few, shares.many), splits - C.OPEN)
     return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), shares.least), C.TILE) * C.TILE
 
