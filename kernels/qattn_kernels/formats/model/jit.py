@@ -46,11 +46,20 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _product(a, b, C: tl.constexpr):
+    """Multiply `a` with the columns `[n, Q]` of `b`, exactly. Products of fp32 run without tensor cores, so they need
+    no eight columns."""
+    if b.dtype == tl.float32:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return unrepeated_columns(tl.dot(a, repeated_columns(b, C)), C)
+
+
+@triton.jit
 def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Return scores `[TOKENS, Q]`, in `token_order`, of consecutive keys."""
     k = _tokens(x, token_order(TOKENS, PARTS), SIDE)
-    q = repeated_columns(query.raw.to(k.dtype), C)
-    return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query.raw_scale
+    return _product(k, query.raw.to(k.dtype), C) * query.raw_scale
 
 
 @triton.jit
@@ -61,8 +70,7 @@ def token_values(
 
     Weights `p` `[TOKENS, Q]` are in `token_order`."""
     v = tl.trans(_tokens(x, tl.arange(0, TOKENS), SIDE))
-    w = repeated_columns(deinterleave(p, PARTS).to(v.dtype), C)
-    o = unrepeated_columns(tl.dot(v, w, input_precision="ieee"), C)
+    o = _product(v, deinterleave(p, PARTS).to(v.dtype), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
