@@ -118,6 +118,26 @@ def test_compiled_steps_are_captured(method: str, captures: list[float]):
     assert model.generate(**few, **GREEDY).shape[0] == 2 and len(captures) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("decode", "first"), [("fused", 3), ("auto", 8)])
+def test_compiled_parts(decode: str, first: int, dtype: torch.dtype, captures: list[float], monkeypatch: Any):
+    """`first` is the first step with compiled parts. Up to there all bits are equal, so it has equal inputs."""
+    monkeypatch.setitem(graph.FUSE_AFTER, "auto", 5)
+    model, inputs, found = tiny_llama(num_hidden_layers=8, hidden_size=256).cuda().to(dtype), padded(), []
+    for how in ("graph", decode):
+        patch(model, "none", decode=how)
+        found.append(model.generate(**inputs, output_logits=True, return_dict_in_generate=True, **GREEDY).logits)
+    assert path(model) == ("fused", "norms, MLPs and RoPE compiled")
+    plain, fused = found
+    assert all(torch.equal(a, b) for a, b in zip(plain[:first], fused[:first], strict=True))
+    change = ((plain[first] - fused[first]).norm() / plain[first].norm()).item()
+    print(f"logits change by {change:.1e}; captures of {captures} s")
+    assert change < 16 * torch.finfo(dtype).eps, "RoPE may round queries and keys otherwise, in each of eight layers"
+    assert len(captures) == (2 if decode == "fused" else 3) and len(model._qattn.pool.graphs) == 1
+    model.generate(**inputs, **GREEDY)
+    assert len(captures) <= 3 and path(model)[0] == "fused", "the second call replays at once"
+
+
 def test_lengths_and_batches_share_one_pool(captures: list[float]):
     """Steps of several arenas are replayed in any order, though their graphs share memory."""
     model = patch(tiny_llama().cuda(), "turbo", decode="eager")

@@ -47,7 +47,7 @@ SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"k_low_heads": [[0], [2]], **MIXED}, ("k_low_heads, layer 1 = [2]", "0 to 1")),
     ({"compute": "int8", "decode_compute": "model"}, ("compute='int8'", "decode_compute='model'", "or the two apart")),
     ({"impl": "triton"}, ("impl = 'triton'", "use impl='auto' or 'reference'")),
-    ({"decode": "cuda"}, ("decode = 'cuda'", "'auto', 'graph', 'compile' or 'eager'")),
+    ({"decode": "cuda"}, ("decode = 'cuda'", "'auto', 'graph', 'fused', 'compile' or 'eager'")),
     ({"method": "int8", "recipe": "turbo"}, ("method='int8' clashes", "'turbo'", "give one of them")),
     (
         {"method": "turbo", "bits": 3, "crop_horizon": 1, "sofmax": "sas"},
@@ -101,7 +101,8 @@ def test_other_files(stock, tmp_path):
 
 
 def test_graph_where_there_can_be_none(stock, patched):
-    parts = "decode='graph'", "the model is on the cpu", "decode='auto'"
-    refused_patch(stock, UnsupportedError, *parts, decode="graph")
+    for decode in ("fused", "graph"):
+        parts = f"decode='{decode}'", "the model is on the cpu", "decode='auto'"
+        refused_patch(stock, UnsupportedError, *parts, decode=decode)
     refused(lambda: patch(patched, decode="graph"), UnsupportedError, *parts)
     assert report(patched).to_dict()["recipe_origin"] == FIRST, "the first patch is gone"

@@ -8,7 +8,7 @@ from helpers import tiny_llama
 from transformers import CompileConfig
 from transformers.generation import GenerationMode as Mode
 
-from qattn_hf import patch
+from qattn_hf import UnsupportedError, patch
 from qattn_hf.generate.step_runner import NOT_ASKED, Call, runner_of_model, step_runner
 from qattn_hf.model.tensor_parallel import Shard
 
@@ -21,6 +21,8 @@ CASES: list[tuple[str, Call, tuple[str, str | None]]] = [
     ("auto", Call(Mode.ASSISTED_GENERATION, CONFIG), ("eager", NOT_ASKED)),
     ("auto", Call(compile_config=CONFIG), ("compile", "the caller gave a compile_config")),
     ("auto", Call(Mode.DOLA_GENERATION), ("eager", "dola generation is not captured")),
+    ("fused", Call(), ("fused", None)),
+    ("fused", Call(Mode.BEAM_SEARCH), ("fused", None)),
     ("compile", Call(), ("compile", None)),
     ("compile", Call(Mode.BEAM_SAMPLE), ("eager", "beam sample does not ask for compiled calls")),
     ("eager", Call(Mode.BEAM_SEARCH), ("eager", None)),
@@ -47,5 +49,7 @@ def test_a_split_model_is_captured_only_if_asked(fake: FakeGraphs, monkeypatch: 
     how, why = runner_of_model(model, "auto")
     assert how == "eager" and "release(model)" in str(why)
     assert runner_of_model(model, "graph") == ("graph", None)
+    with pytest.raises(UnsupportedError, match=r"decode='fused'.*decode='graph'"):
+        runner_of_model(model, "fused")
     compiled = runner_of_model(model, "compile")
     assert compiled.how == "compile" and not compiled.captures

@@ -21,7 +21,7 @@ from qattn_hf.model._compat import CACHE
 from qattn_hf.patching.patcher import patch, unpatch
 from qattn_hf.recipes.recipe import Recipe, find_recipe
 
-DECODE_PATHS = ("graph", "compile", "eager")
+DECODE_PATHS = ("graph", "fused", "compile", "eager")
 COMPILED_FLOOR = "floor, compiled and captured"
 
 
@@ -31,7 +31,8 @@ class Way:
 
     Attributes:
         name: as users choose it (`--way`).
-        decode: the decode path that must run: `graph`, `compile`, `eager`, or `captured` for a bare captured step.
+        decode: the decode path that must run: `graph`, `fused`, `compile`, `eager`, or `captured` for a bare captured
+            step.
         packed: whether it is a packed cache.
         prepared: context manager in which the model generates, such as a patch.
         inputs: further arguments of `generate`.
@@ -74,7 +75,8 @@ def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]
 
 def default_ways(ways: dict[str, Way]) -> list[Way]:
     """Return the ways measured by default. `StaticCache` is the only default way that waits for `torch.compile`."""
-    return [way for way in ways.values() if way.name != COMPILED_FLOOR and not (way.packed and way.decode == "compile")]
+    compiles = ("fused", "compile")
+    return [way for way in ways.values() if way.name != COMPILED_FLOOR and not (way.packed and way.decode in compiles)]
 
 
 @contextmanager

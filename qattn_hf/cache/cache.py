@@ -75,7 +75,7 @@ class QAttnCache(Recoverable, Cache):
         self.input_ids: torch.Tensor | None = None  # token ids stored in the loaded file, `[B, S]`
 
     def ran(self, decode: str, reason: str | None = None) -> None:
-        """Record for the report how the last `generate` ran its decode steps (`graph`, `compile`, `eager`) and why."""
+        """Record for the report how the last `generate` ran its decode steps, and the reason (`Report.to_dict`)."""
         self.decode, self.decode_reason = decode, reason
 
     @classmethod

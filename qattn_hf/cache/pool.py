@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from operator import attrgetter
@@ -45,6 +45,9 @@ class Pool:
         graphs: the CUDA graphs of these steps; they never run at the same time and share one memory pool.
         refused: the reason found at run time why this model is not captured; else None.
         watched: True if a step of this model has run under `SyncWatch`.
+        replays: captured steps that ran, by the signature of their inputs.
+        parts: the model's `CompiledParts`; None before any were compiled.
+        unfused: the reason found at run time why parts of this model are not compiled; else None.
     """
 
     def __init__(self) -> None:
@@ -56,6 +59,9 @@ class Pool:
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.refused: str | None = None
         self.watched = False
+        self.replays: Counter[Hashable] = Counter()
+        self.parts: Any = None
+        self.unfused: str | None = None
         self._model: Hashable = None
 
     def __deepcopy__(self, memo: Any) -> Pool:
@@ -120,6 +126,12 @@ class Pool:
                 entry = self.steps[layers[0]] = (moves, {})
         return entry[1]
 
+    def forget(self, signature: Hashable) -> None:
+        """Drop the captured steps with this signature over all layers."""
+        with self.lock:
+            for _, steps in self.steps.values():
+                steps.pop(signature, None)
+
     def serve(self, model: Hashable) -> None:
         """Drop all captured steps if the model's `fingerprint` differs from the one at their capture."""
         with self.lock:
@@ -127,6 +139,7 @@ class Pool:
                 self._model = model
                 self.steps.clear()
                 self.refused, self.watched = None, False
+                self.parts = self.unfused = None
 
     def clear(self) -> None:
         """Free the idle arenas and the captured steps."""

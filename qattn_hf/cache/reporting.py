@@ -99,9 +99,10 @@ class Report:
         - `recipe_layers`: layers with other settings, or None. `recipe_family`: settings from the model's family with
           their reason, or None. `chosen`: why the model chose the recipe (`qattn_hf.recipes.chosen.Chosen`), or None.
         - `impl`: the implementation: `triton`, `reference`, or both.
-        - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or how it would. With
-          Transformers' own caches it is `stock`, and bytes, tokens and `layers` are empty. `decode_reason`: why steps
-          are not a graph, or None.
+        - `decode`: how the last `generate` ran its decode steps (`graph`, `fused`, `compile`, `eager`), or how it
+          would. With Transformers' own caches it is `stock`, and bytes, tokens and `layers` are empty.
+          `decode_reason`: why steps are not a graph, which parts of a `fused` one are compiled, why parts of a `graph`
+          could not be compiled, or None.
         - `configurations`: why kernels use the launch configurations of another GPU, or None.
         - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt, or None.
         - `packed_tokens`, `open_tokens`: tokens in closed blocks, and open tokens, of all rows in the packed layer that

@@ -26,7 +26,7 @@ class Runner(NamedTuple):
     """How decode steps run.
 
     Attributes:
-        how: `eager`, `graph`, `compile`, or `stock` over Transformers' own caches.
+        how: `eager`, `graph`, `fused`, `compile`, or `stock` over Transformers' own caches.
         why: the reason if no CUDA graph captures the steps. None if one does, or if the recipe asks for eager steps.
     """
 
@@ -36,7 +36,7 @@ class Runner(NamedTuple):
     @property
     def captures(self) -> bool:
         """Whether CUDA graphs capture the steps."""
-        return self.how in ("graph", "compile") and self.why is None
+        return self.how in ("graph", "fused", "compile") and self.why is None
 
 
 @dataclass

@@ -56,11 +56,11 @@ def runner_of_model(
     """Decide at `patch` how the steps of a model run, unless a call of `generate` has a reason against it.
 
     Args:
-        setting: the recipe's `decode`: `auto`, `graph`, `compile` or `eager`.
+        setting: the recipe's `decode`: `auto`, `graph`, `fused`, `compile` or `eager`.
         own: the unpacked layers, whose tensors are replaced by new tokens.
 
     Raises:
-        UnsupportedError: the setting is `graph` or `compile` and the model cannot be captured, or compiled.
+        UnsupportedError: the setting is `graph`, `fused` or `compile` and the model cannot be captured, or compiled.
     """
     if setting == "eager":
         return Runner("eager")
@@ -71,8 +71,8 @@ def runner_of_model(
     if setting == "compile" and moving is None:
         return Runner("compile", reason)
     if reason is None:
-        return Runner("graph")
-    if setting in ("graph", "compile"):
+        return Runner("fused" if setting == "fused" else "graph")
+    if setting in (*capture.STRICT, "compile"):
         raise UnsupportedError(capture.refusal(reason, setting))
     return Runner("eager", reason)
 
@@ -97,11 +97,20 @@ def step_runner(model: PreTrainedModel, call: Call) -> Runner:
         return Runner("eager", "it exits early, to draft for itself")
     if call.compile_config is not None:
         return Runner("compile", "the caller gave a compile_config")
-    if usual.captures and patched.recipe.settings.decode != "graph" and (hook := capture.python_hook(model)):
+    if (
+        usual.captures
+        and patched.recipe.settings.decode not in ("graph", "fused")
+        and (hook := capture.python_hook(model))
+    ):
         reason = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
         patched.notices.of_eager(reason)
-        return Runner("eager" if usual.how == "graph" else usual.how, reason)
+        return Runner(_without_capture(usual), reason)
     return usual
+
+
+def _without_capture(runner: Runner) -> str:
+    """Return how the steps of a runner run that are not captured."""
+    return "compile" if runner.how == "compile" else "eager"
 
 
 def _why_uncalled(mode: GenerationMode, usual: Runner, call: Call) -> str | None:
@@ -193,7 +202,7 @@ def _callable(
     """Return the callable of a runner: the model, its compiled call, or either one captured in CUDA graphs."""
     patched = patch_of(model)
     if cache is not None:
-        not_yet = Runner("eager" if runner.how == "graph" else runner.how, ONE_KIND_EACH)
+        not_yet = Runner(_without_capture(runner), ONE_KIND_EACH)
         cache.ran(*(not_yet if runner.captures else runner))  # a `GraphedCall` updates this when it runs
     if runner.how == "eager":
         return model.__call__
@@ -209,4 +218,4 @@ def _callable(
         compiled = type(model).get_compiled_call(model, CompileConfig(mode="default"))
     if cache is not None:
         cache.replays = True
-    return GraphedCall(model, patched.pool, patched.recipe.settings.decode == "graph", compiled)
+    return GraphedCall(model, patched.pool, patched.recipe.settings.decode, compiled)

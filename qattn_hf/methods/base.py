@@ -107,9 +107,10 @@ class Method(BaseModel):
         1e-4, gt=0, description="sparse V: largest share of a query's weights that may be skipped; .inf as in the paper"
     )
     crop_horizon: int = Field(64, ge=32, le=4096, description="newest tokens that crop removes bit for bit")
-    decode: Literal["auto", "graph", "compile", "eager"] = Field(
+    decode: Literal["auto", "graph", "fused", "compile", "eager"] = Field(
         "auto",
-        description="how generate runs decode steps; auto is graph (CUDA graph) on a GPU where the model allows it",
+        description="how generate runs decode steps; auto is graph (CUDA graph) on a GPU where the model allows it, "
+        "then fused in long answers",
     )
     sliding: Literal["exact", "packed"] = Field(
         "exact", description="layers with a sliding window: exact keeps the model's precision, packed quantizes"

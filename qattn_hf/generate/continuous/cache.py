@@ -26,10 +26,10 @@ from qattn_hf.generate.continuous.transformers_api import (
     FULL_ATTENTION,
     PagedAttentionCache,
     PagedAttentionMemoryHandler,
-    with_names,
 )
 from qattn_hf.layer.handle import Handle
 from qattn_hf.model.heads import head_sizes
+from qattn_hf.model.with_names import with_names
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State
 

@@ -32,11 +32,11 @@ from qattn_hf.generate.continuous.transformers_api import (
     ContinuousBatchingManager,
     RequestState,
     check_version,
-    with_names,
 )
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.messages import shown
 from qattn_hf.model.decoder import decoder_of
+from qattn_hf.model.with_names import with_names
 from qattn_hf.saved.weights import seem_unchanged, trained, weights_of
 
 QUEUE_SECONDS = 10  # longest wait for a queue bounded by `max_queue_size`, as in Transformers

@@ -10,7 +10,8 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.generate.continuous.admission import positions_of
 from qattn_hf.generate.continuous.model_pages import ModelPages
 from qattn_hf.generate.continuous.pool import bound_on_host
-from qattn_hf.generate.continuous.transformers_api import continuous_api, with_names
+from qattn_hf.generate.continuous.transformers_api import continuous_api
+from qattn_hf.model.with_names import with_names
 
 # settings of Transformers' `ContinuousBatchingConfig` that packed pages do not support
 NOT_YET = {

@@ -5,11 +5,6 @@ Tested with Transformers 5.23 and 5.24. Versions without the module `cache_alloc
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any
-
 import transformers
 
 from qattn_hf.errors import UnsupportedError
@@ -48,7 +43,6 @@ __all__ = [
     "RequestStatus",
     "check_version",
     "continuous_api",
-    "with_names",
 ]
 
 
@@ -63,15 +57,3 @@ def check_version() -> None:
             "continuous batching over packed pages needs transformers 5.23 or later, this is "
             f"{transformers.__version__}: call generate, or unpatch(model)"
         )
-
-
-def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Return a copy of `function` whose module globals have these names replaced.
-
-    Transformers builds pool, allocators and settings by global names. The copy replaces them for one manager only.
-    Decorators are dropped: generation already runs under `no_grad`.
-    """
-    own: Any = inspect.unwrap(function)
-    copy = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
-    copy.__kwdefaults__ = own.__kwdefaults__
-    return copy

@@ -17,6 +17,7 @@ from qattn_hf.model.device import device_of, modules
 
 Result = TypeVar("Result")
 
+STRICT = ("graph", "fused")  # settings of `decode` that refuse a model rather than run its steps eagerly
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Transformers' expert implementations that route without waiting for the device
 ON_DEVICE = {"grouped_mm", "batched_mm"}
@@ -26,7 +27,7 @@ KNOWN_HOOKS = {"qattn_hf", "transformers", "accelerate"}  # packages whose hooks
 
 def refusal(reason: str, setting: str = "graph") -> str:
     """Return the error message for a `decode` that this model does not support."""
-    how = "capture" if setting == "graph" else "compile"
+    how = "compile" if setting == "compile" else "capture"
     return f"decode='{setting}' cannot {how} this model: {reason}; use decode='auto', or 'eager'"
 
 

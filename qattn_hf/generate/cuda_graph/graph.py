@@ -1,8 +1,10 @@
-"""Decode steps as CUDA graphs: the whole step of `generate`, eager or compiled, captured once and then replayed."""
+"""Decode steps as CUDA graphs: the whole step of `generate`, eager, compiled in parts or as a whole, captured once and
+then replayed."""
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -16,11 +18,16 @@ from transformers import PreTrainedModel
 from qattn_hf.cache.cache import QAttnCache
 from qattn_hf.cache.pool import Pool
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.generate.cuda_graph.capture import SyncWatch, fingerprint, record, refusal
+from qattn_hf.generate.cuda_graph.capture import STRICT, SyncWatch, fingerprint, record, refusal
+from qattn_hf.generate.cuda_graph.compiled_parts import CompiledParts
+from qattn_hf.messages import cut
 from qattn_hf.model._compat import CACHE
 from qattn_kernels.layer.spec import SHORT_CALL
 
 BEFORE, BEFORE_DRAFTS = 1, 3  # eager steps of a kind before its capture
+# Replays of a kind of step before its parts are compiled, by `decode`. `auto` compiles once these replays would have
+# saved what compiling costs: 1 ms each for an 8B model, and 4 s in all.
+FUSE_AFTER = {"auto": 4_000, "fused": 0}
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -59,19 +66,23 @@ class GraphedCall:
     runs. So a draft length is captured at its fourth call. Each `generate` makes a new `GraphedCall`; captured steps
     stay in the pool.
 
+    Steps of one token are captured again with compiled norms, MLPs and RoPE after `FUSE_AFTER` replays. If that fails,
+    the earlier captured steps stay.
+
     Args:
         model: a patched model.
         pool: the pool of that model.
-        strict: raise if the model cannot be captured, instead of running eagerly (`decode="graph"`).
+        decode: the recipe's setting. With `graph` and `fused`, a model that cannot be captured or compiled is an error.
         compiled: the model's call by `torch.compile`, captured in place of the eager call. It must not use CUDA graphs.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool, compiled: Callable[..., Any] | None = None):
+    def __init__(self, model: PreTrainedModel, pool: Pool, decode: str, compiled: Callable[..., Any] | None = None):
         # weak: a cache holds its beam search's `GraphedCall`, and the model holds its last cache
         self._model, self._compiled = weakref.ref(model), compiled
-        self.pool, self.strict = pool, strict
+        self.pool, self.decode = pool, decode
         self.captured, self.uncaptured = ("graph", "eager") if compiled is None else ("compile", "compile")
-        pool.serve(fingerprint(model))
+        with pool.lock:  # another thread may replace forwards meanwhile
+            pool.serve(fingerprint(model))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy or pickle captures nothing
@@ -83,17 +94,25 @@ class GraphedCall:
         assert model is not None
         return model
 
-    @property
-    def step(self) -> Callable[..., Any]:
-        """The call that is run and captured as a step."""
+    def _step(self, fused: bool) -> Callable[..., Any]:
+        """Return the call that is captured as a step."""
+        if fused:
+            return self._parts
         return self.model if self._compiled is None else self._compiled
+
+    @property
+    def _parts(self) -> CompiledParts:
+        if self.pool.parts is None:
+            self.pool.parts = CompiledParts(self.model)
+        parts: CompiledParts = self.pool.parts
+        return parts
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model on `inputs`, which include the cache.
 
         Raises:
             CapacityError: no room for the token; nothing was written.
-            UnsupportedError: the model cannot be captured, and `strict` is set.
+            UnsupportedError: the model cannot be captured or compiled, and `decode` is `graph` or `fused`.
         """
         cache, ids = inputs[CACHE], inputs.get("input_ids")
         if ids is None or ids.shape[1] > SHORT_CALL or not cache.layers[0].is_initialized:
@@ -102,30 +121,49 @@ class GraphedCall:
         if reason := self.pool.refused or _unfit(inputs, tensors, cache):
             return self._uncaptured(inputs, cache, reason)
         self.pool.allocate(cache.reserve, tokens)  # before the look-up of steps, because it may replace tensors
-        steps, signature = self.pool.steps_of(cache.packed), _signature(inputs)
-        known = steps.get(signature, 0)
+        steps, kind = self.pool.steps_of(cache.packed), _signature(inputs)
+        fused = tokens == 1 and self._fuses(kind)
+        known = steps.get((kind, fused), 0)
         if not isinstance(known, CapturedStep) and known < (BEFORE if tokens == 1 else BEFORE_DRAFTS):
-            if self._compiled is None or self.pool.watched:
-                steps[signature] = known + 1
-            return self._warm_up(inputs, cache, tokens) if self.pool.watched else self._watched(inputs, cache)
+            warms = self.pool.watched or self._step(fused) is self.model  # the watched step is eager
+            out = self._warm_up(inputs, cache, fused) if self.pool.watched else self._watched(inputs, cache)
+            steps[kind, fused] = known + warms
+            return out
         with self.pool.lock:  # steps share memory: another thread's step would overwrite these results
-            step = steps[signature]
-            if isinstance(step, CapturedStep):
-                cache.count(tokens)
-            else:
-                step = self._capture(inputs, cache, tokens)
-                steps[signature] = known if step is None else step
-            if step is not None:
-                cache.ran(self.captured)
+            if (step := self._captured(steps, kind, fused, inputs, cache)) is not None:
                 return step.run(tensors, cache)
-        return self.step(**inputs)
+        return self(**inputs)  # eagerly, or without compiled parts
+
+    def _captured(
+        self, steps: dict[Hashable, Any], kind: Hashable, fused: bool, inputs: dict[str, Any], cache: QAttnCache
+    ) -> CapturedStep | None:
+        """Return the captured step of a kind, which is counted, and captured first if it is new. None if that fails."""
+        step = steps.get((kind, fused))
+        if isinstance(step, CapturedStep):
+            cache.count(inputs["input_ids"].shape[1])
+        elif step is None or (step := self._capture(inputs, cache, fused)) is None:  # None: another thread dropped it
+            return None
+        else:
+            steps[kind, fused] = step
+            if fused:
+                self.pool.forget((kind, False))  # after the capture, which takes the memory of these steps
+        self.pool.replays[kind] += 1
+        if fused:
+            cache.ran("fused", f"{self._parts.kinds} compiled")
+        else:
+            cache.ran(self.captured, self.pool.unfused)
+        return step
+
+    def _fuses(self, kind: Hashable) -> bool:
+        """Return whether steps of this kind run compiled parts."""
+        return self.pool.unfused is None and self.pool.replays[kind] >= FUSE_AFTER.get(self.decode, math.inf)
 
     def _uncaptured(self, inputs: dict[str, Any], cache: QAttnCache, reason: str) -> Any:
         """Run a step without capture, for `reason`."""
         cache.ran(self.uncaptured, reason)
         if not self.pool.refused:  # a refusal was reported when it was found
             self.model._qattn.notices.of_eager(reason)
-        return self.step(**inputs)
+        return self._step(fused=False)(**inputs)
 
     def _watched(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
         """Run the model's first step, eagerly, under `SyncWatch`."""
@@ -136,39 +174,61 @@ class GraphedCall:
             self._refuse(f"its forward waits for the device ({watch.waiting_op})", cache)
         return out
 
-    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Any:
+    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache, fused: bool) -> Any:
         """Run a step on inputs laid out like the capture's: nothing can be compiled during a capture."""
+        if fused:
+            return self._compile_parts(inputs)
         if self._compiled is None:
             return self.model(**inputs)
         before = cache.before_capture()  # compiled code does not count on the host
-        out = self.step(**_static(inputs))
+        out = self._compiled(**_static(inputs))
         before.put_back(cache.packed)
-        cache.count(tokens)
+        cache.count(inputs["input_ids"].shape[1])
         return out
 
-    def _capture(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> CapturedStep | None:
+    def _compile_parts(self, inputs: dict[str, Any]) -> Any:
+        """Run a step eagerly, and compile its parts meanwhile."""
+        with self.pool.lock:  # one thread at a time replaces forwards
+            out, error = self._parts.compile(**_static(inputs))
+        if error is not None:
+            self._refuse_parts(f"compiling its {self._parts.kinds} failed ({cut(error, 200)})")
+        elif not self._parts.kinds:
+            self._refuse_parts("no norm, MLP or RoPE of it can be compiled")
+        return out
+
+    def _capture(self, inputs: dict[str, Any], cache: QAttnCache, fused: bool) -> CapturedStep | None:
         """Capture a step and count it on the host for its first replay. Return None if it cannot be captured."""
         before, static = cache.before_capture(), _static(inputs)
         try:
-            run = functools.partial(self.step, **static)
+            run = functools.partial(self._step(fused), **static)
             replay, out = self.pool.allocate(record, run, cache.device, self.pool.graphs)
         except RuntimeError as error:
             before.put_back(cache.packed)
-            self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
+            reason = f"failed ({_first_line(error)})"
+            if fused:
+                self._refuse_parts(f"capturing its compiled {self._parts.kinds} {reason}", error)
+            else:
+                self._refuse(f"capturing it {reason}", cache, error)
             return None
         before.put_back(cache.packed)
-        cache.count(tokens)
+        cache.count(inputs["input_ids"].shape[1])
         leaves, spec = tree_flatten(out)
         leaves = [CACHE if x is cache else x for x in leaves]
         return CapturedStep(list(tensors_of(static)), replay, leaves, spec)
 
     def _refuse(self, reason: str, cache: QAttnCache, cause: Exception | None = None) -> None:
-        if self.strict:
-            raise UnsupportedError(refusal(reason)) from cause
+        if self.decode in STRICT:
+            raise UnsupportedError(refusal(reason, self.decode)) from cause
         self.pool.refused = reason
         cache.ran(self.uncaptured, reason)
         how = "eagerly" if self.uncaptured == "eager" else "without a CUDA graph"
         warnings.warn(f"qattn_hf decodes {how}: this model cannot be captured, {reason}", stacklevel=4)
+
+    def _refuse_parts(self, reason: str, cause: Exception | None = None) -> None:
+        """Go on with steps without compiled parts, for `reason`, which the report shows."""
+        if self.decode == "fused":
+            raise UnsupportedError(refusal(reason, self.decode)) from cause
+        self.pool.unfused = reason
 
 
 def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
