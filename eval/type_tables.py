@@ -34,7 +34,7 @@ ALONE = {  # why a type that runs is not served with other requests
     "latent attention": "latent attention (MLA)",
     "one length of all rows": "asks its cache for one length of all rows",
     "KV heads": "KV heads that its config does not name",
-    "is_initialized": "asks whether its cache is initialized",
+    "several times": "calls its layers several times for each token",
 }
 OUTCOMES = ("passed", "refused", "failed")  # of transformers' own tests with a method
 KEYS = {"family", "test", "stock", "reason", "why"}  # the other keys of a row are methods, with the outcome

@@ -238,6 +238,7 @@ def test_a_ring_takes_the_bytes_of_its_window():
         ("lfm2_moe", "convolution"),
         ("falcon_h1", "linear attention or SSM"),
         ("deepseek_v3", "latent attention"),
+        ("hrm_text", "calls its layers several times for each token"),
     ],
 )
 def test_layers_without_pages_are_refused_in_words(model_type: str, why: str):

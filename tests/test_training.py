@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,37 @@ def test_gradients_in_eval_mode_without_a_cache():
     assert isinstance(output.past_key_values, QAttnCache)
     with pytest.raises(UnsupportedError, match=r"has no gradient: .*model\.train\(\) or pass use_cache=False"):
         step(model)
+
+
+@pytest.mark.parametrize(
+    ("direct", "settings"),
+    [(False, {"method": "turbo"}), (True, {"method": "turbo"}), (False, {"method": "sage2", "cache": "model"})],
+    ids=["call", "forward", "stock"],
+)
+def test_the_report_says_that_the_last_call_was_in_full_precision(direct: bool, settings: dict[str, Any]):
+    model = patch(tiny(), **settings)
+
+    def reported(call: Callable[[], Any]) -> str | None:
+        call()
+        told = report(model)
+        reason = told.to_dict()["unpacked_call"]
+        said = f"the last call attended in full precision, as before patch: {reason}"
+        assert (said in " ".join(str(told).split())) == (reason is not None)
+        return reason
+
+    def one(**how: Any) -> None:
+        (model.forward if direct else model)(ONE, **how)
+
+    rollout = partial(model.generate, ONE, max_new_tokens=2)
+    assert reported(rollout) is None
+    model.train()
+    assert reported(one) == "the model is in training mode"
+    assert reported(rollout) is None
+    model.eval()
+    assert reported(partial(one, use_cache=False)) == "it recorded gradients with use_cache=False"
+    with torch.no_grad():
+        assert reported(partial(one, use_cache=False)) is None
+    assert report(patch(tiny(), **settings)).to_dict()["unpacked_call"] is None
 
 
 def test_a_packed_cache_in_training_mode_is_refused(patched: PreTrainedModel):

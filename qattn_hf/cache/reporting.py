@@ -58,10 +58,12 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
     if patched.last.cache is not None:
-        return replace(report(patched.last.cache), pages=patched.last.pages)
-    borrowed = borrowed_configurations(patched.packed, patched.device_type)
-    found = Report(patched.recipe, _impl(patched.packed), patched.runner.how, patched.runner.why, [])
-    return replace(found, pages=patched.last.pages, configurations=borrowed)
+        found = report(patched.last.cache)
+    else:
+        borrowed = borrowed_configurations(patched.packed, patched.device_type)
+        runner, impl = patched.runner, _impl(patched.packed)
+        found = Report(patched.recipe, impl, runner.how, runner.why, [], configurations=borrowed)
+    return replace(found, pages=patched.last.pages, unpacked_call=patched.unpacked_call)
 
 
 def _impl(specs: list[LayerSpec]) -> str:
@@ -81,6 +83,7 @@ class Report:
         prefill_chunk_size: tokens per call, if the last `generate` split its prompt; None: one call.
         pages: the pool of the model's last continuous batching; None without one.
         configurations: why kernels use the launch configurations of another GPU; None if they do not.
+        unpacked_call: why the model's last call attended in full precision, as before `patch`; None if it packed.
     """
 
     recipe: Recipe
@@ -91,6 +94,7 @@ class Report:
     prefill_chunk_size: int | None = None
     pages: dict[str, Any] | None = None
     configurations: str | None = None
+    unpacked_call: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data that JSON can hold.
@@ -103,6 +107,8 @@ class Report:
           would. With Transformers' own caches it is `stock`, and bytes, tokens and `layers` are empty.
           `decode_reason`: why steps are not a graph, which parts of a `fused` one are compiled, why parts of a `graph`
           could not be compiled, or None.
+        - `unpacked_call`: why the model's last call attended in full precision, as before `patch`, or None. The other
+          figures are those of the last packed call.
         - `configurations`: why kernels use the launch configurations of another GPU, or None.
         - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt, or None.
         - `packed_tokens`, `open_tokens`: tokens in closed blocks, and open tokens, of all rows in the packed layer that
@@ -136,6 +142,7 @@ class Report:
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
+            "unpacked_call": self.unpacked_call,
             "configurations": self.configurations,
             "prefill_chunk_size": self.prefill_chunk_size,
             "packed_tokens": packed,
@@ -182,6 +189,8 @@ class Report:
         console.print(
             f"{methods} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
+        if self.unpacked_call is not None:
+            console.print(f"the last call attended in full precision, as before patch: {self.unpacked_call}")
         if self.configurations is not None:
             console.print(self.configurations)
         if family := self._family_text():

@@ -49,7 +49,8 @@ class Patched:
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
         attn_implementations: each config of the model with its attention implementation before `patch`.
         packed_implementations: the same after `patch`.
-        packs_now: whether the configs name the packed attention. The last call selected it (`patching/training.py`).
+        unpacked_call: why the last call attended as before `patch`, whose attention the configs name then. None if it
+            packed (`patching/training.py`).
         runner: how `generate` runs its decode steps (`step_runner.runner_of_model`).
         window: width in tokens of the narrowest sliding window, None without one; no window hides a position
         sizes: heads of each layer, if all layers are packed and on one device; else None.
@@ -69,7 +70,7 @@ class Patched:
     attn_implementations: list[tuple[PretrainedConfig, str | None]]
     runner: Runner
     packed_implementations: list[tuple[PretrainedConfig, str | None]] = field(default_factory=list)
-    packs_now: bool = True
+    unpacked_call: str | None = None
     window: int | None = None
     sizes: list[HeadSizes] | None = None
     hook_ids: list[int] = field(default_factory=list)
@@ -92,6 +93,11 @@ class Patched:
             return stock_cache.register(self.packed[0])
         windows = any(isinstance(spec, WindowLayerSpec) for spec in self.specs)
         return attention.register(windows) if self.beside is None else model_attention.register(self.beside, windows)
+
+    @property
+    def packs_now(self) -> bool:
+        """Whether the configs name the packed attention."""
+        return self.unpacked_call is None
 
     def attention_before(self, config: PretrainedConfig) -> str | None:
         """Return the attention implementation that a decoder with this config had before the patch."""

@@ -12,7 +12,7 @@ from qattn_hf.cache.cache import QAttnCache
 from qattn_hf.generate.continuous.cache import PagedCache
 from qattn_hf.model._compat import CACHE
 from qattn_hf.model.bound_method import BoundMethod
-from qattn_hf.patching.training import select_attention, trains
+from qattn_hf.patching.training import select_attention, why_unpacked
 
 
 class Forward(BoundMethod):
@@ -42,8 +42,8 @@ def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     Otherwise start a call, which runs the hooks."""
     if torch.compiler.is_compiling() or not hasattr(model, "_qattn") or _inside_call(kwargs):
         return type(model).forward(model, *args, **kwargs)
-    if trains(model, kwargs):
-        select_attention(model, packed=False)
+    if (unpacked := why_unpacked(model, kwargs)) is not None:
+        select_attention(model, unpacked)
         return type(model).forward(model, *args, **kwargs)
     return model(*args, **kwargs)
 

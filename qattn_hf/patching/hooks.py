@@ -53,7 +53,7 @@ def before_forward(
 
     Returns:
         No positional arguments, and the keywords with the cache and `use_cache` set. None for a call that attends as
-        before `patch` (`training.trains`).
+        before `patch` (`training.why_unpacked`).
 
     Raises:
         UnsupportedError: attention weights as output, a cache of another kind or model, a mask with holes, packed
@@ -190,15 +190,15 @@ def _trains(module: Any, kwargs: dict[str, Any]) -> bool:
     """Select the attention of a call. Return whether it attends as before `patch`.
 
     Raises:
-        UnsupportedError: as `training.trains`; or the user chose another attention after `patch`.
+        UnsupportedError: as `training.why_unpacked`; or the user chose another attention after `patch`.
     """
-    unpacked, patched = training.trains(module, kwargs), patch_of(module)
+    unpacked, patched = training.why_unpacked(module, kwargs), patch_of(module)
     if not torch.compiler.is_compiling():
         _check_selected(module.config, patched)
-        if unpacked and not module.training:
+        if unpacked is not None and not module.training:
             patched.notices.of_gradients()
-    training.select_attention(module, packed=not unpacked)
-    return unpacked
+    training.select_attention(module, unpacked)
+    return unpacked is not None
 
 
 def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

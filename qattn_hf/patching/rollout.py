@@ -34,7 +34,7 @@ def attach(model: PreTrainedModel, patched: Patched) -> None:
     except Exception:  # restore the model after any error, and raise it again
         restore(before)
         raise
-    patched.packed_implementations, patched.packs_now = selected(model), True
+    patched.packed_implementations, patched.unpacked_call = selected(model), None
     hooks.install(model, patched)
     pack_rollouts()
 
@@ -54,7 +54,7 @@ def rollout(model: PreTrainedModel) -> Iterator[None]:
         module.training = False
     try:
         _renew_constants(model)
-        select_attention(model, packed=True)
+        select_attention(model, None)
         yield
     finally:
         for module in training:

@@ -21,8 +21,8 @@ from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.selection import restore
 
 
-def trains(module: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call attends as before `patch`: in training mode, or with gradients and without a cache.
+def why_unpacked(module: PreTrainedModel, kwargs: dict[str, Any]) -> str | None:
+    """Return why a call attends as before `patch`: training mode, or gradients without a cache. None if it packs.
 
     Args:
         module: a patched model, or its decoder.
@@ -38,17 +38,23 @@ def trains(module: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
             )
         if not decoder_of(module).training:
             raise UnsupportedError("the model is in training mode and its decoder is not: call model.train()")
-        return True
+        return "the model is in training mode"
     if not torch.is_grad_enabled() or kwargs.get(CACHE) is not None:
-        return False
+        return None
     asked = kwargs.get("use_cache")
-    return not (module.config.get_text_config(decoder=True).use_cache if asked is None else asked)
+    cached = module.config.get_text_config(decoder=True).use_cache if asked is None else asked
+    return None if cached else "it recorded gradients with use_cache=False"
 
 
-def select_attention(module: PreTrainedModel, packed: bool) -> None:
-    """Make the configs of a patched model name the packed attention, or the attention from before `patch`."""
-    patched = patch_of(module)
+def select_attention(module: PreTrainedModel, unpacked: str | None) -> None:
+    """Make the configs of a patched model name the packed attention, or the attention from before `patch`.
+
+    Args:
+        module: a patched model, or its decoder.
+        unpacked: why the next call attends as before `patch`, for the report; None if it packs.
+    """
+    patched, packed = patch_of(module), unpacked is None
     if packed != patched.packs_now:
         restore(patched.packed_implementations if packed else patched.attn_implementations)
         (latent.install if packed else latent.uninstall)(module)
-        patched.packs_now = packed
+    patched.unpacked_call = unpacked

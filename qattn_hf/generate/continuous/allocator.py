@@ -78,6 +78,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         pages, begin = self.num_blocks + self.blocks_per_sector, 0
         rows = self.slots + len(self.prefixes.rows)
         self.layers: dict[int, PagedLayer] = {}
+        self.pooled: list[PagedLayer] = []  # layers whose pages are in the pool
         for index, layout in self.pages.layouts.items():
             given = self.constants[index]
             if ring_of(layout.spec) is not None:
@@ -85,6 +86,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
                 continue
             end = begin + bytes_of(by_block(resized(layout, 1, pages)))
             self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, rows, given, self.blocks_of_row)
+            self.pooled.append(self.layers[index])
             begin = end
         for source in self.pages.reads.values():
             self.layers[source].read_again = True
@@ -181,7 +183,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         """
         if self.returned:
             pages = torch.tensor(sorted(self.returned), device=self.device) - self.blocks_per_sector
-            for layer in self.layers.values():
+            for layer in self.pooled:
                 layer.clear_pages(pages)
             self.returned.clear()
 
@@ -211,5 +213,5 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
         self.clear_pages()
         ids = torch.tensor([source_block_ids, dest_block_ids], device=self.device) - self.blocks_per_sector
-        for layer in self.layers.values():
+        for layer in self.pooled:
             layer.copy_pages(*ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from qattn_hf.generate.continuous.page_layout import keeps_rows, mean_page_bytes
 from qattn_hf.generate.continuous.rings import ring_bytes, ring_of
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.layer.memory_budget import BudgetLayerSpec
+from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, own_states
 from qattn_hf.model.tensor_parallel import shard_of
@@ -96,6 +98,7 @@ def pages_of_model(model: PreTrainedModel) -> ModelPages:
     specs = patched.recipe.layer_specs(model.config, patched.device_type, paged=True)
     packed = {index: spec for index, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
     check_layers(specs)
+    _check_modules(model, packed)
     reads = {index: getattr(spec, "reads", None) for index, spec in enumerate(specs)}
     return ModelPages(
         {index: _layout(model, index, spec) for index, spec in packed.items()},
@@ -106,6 +109,21 @@ def pages_of_model(model: PreTrainedModel) -> ModelPages:
 def _layout(model: PreTrainedModel, index: int, spec: LayerSpec) -> Layout:
     size = head_sizes(model.config, index)
     return Layout(Geometry(1, size.kv, size.dim, size.v_dim, 1, model.dtype), spec)
+
+
+def _check_modules(model: PreTrainedModel, packed: Iterable[int]) -> None:
+    """Refuse a model that calls a module several times for each token, with another layer of its cache each time.
+
+    The attention function is told the index of the module. Not every version of Transformers tells it the cache's.
+
+    Raises:
+        UnsupportedError: a layer of `packed`, indices of the cache's packed layers, has no module of its index.
+    """
+    modules = {getattr(module, "layer_idx", None) for module in decoder_of(model).modules()}
+    if not modules.issuperset(packed):
+        raise UnsupportedError(
+            "this model calls its layers several times for each token, which has no packed pages: use generate"
+        )
 
 
 def check_layers(specs: list[LayerSpec | ModelLayerSpec]) -> None:

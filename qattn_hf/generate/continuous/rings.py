@@ -81,7 +81,7 @@ class RingLayer(PagedLayer):
         """Free the pages of blocks that the window left with a step over pages in place."""
         if rows.left is not None:
             self.rows["closed"][: len(rows.left.blocks)].sub_(rows.left.blocks)
-            super().clear_pages(rows.left.pages)
+            self.clear_pages(rows.left.pages)
 
     @property
     def bytes_of_rows(self) -> int:
@@ -94,18 +94,12 @@ class RingLayer(PagedLayer):
 
     def clear_rows(self, slots: torch.Tensor) -> None:
         super().clear_rows(slots)
-        super().clear_pages(self._pages_of(slots))
-
-    def clear_pages(self, pages: torch.Tensor) -> None:
-        """Do nothing: these are pages of the pool."""
-
-    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Do nothing: these are pages of the pool."""
+        self.clear_pages(self._pages_of(slots))
 
     def copy_row(self, source: int, target: int) -> None:
         super().copy_row(source, target)
         both = torch.tensor([[source], [target]], device=self.buffers[0].device)
-        super().copy_pages(*map(self._pages_of, both))
+        self.copy_pages(*map(self._pages_of, both))
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the pages of rows `slots`, int64 `[N]`: int64 `[N * pages]`."""
