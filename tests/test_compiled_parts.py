@@ -128,6 +128,17 @@ def test_a_compiler_that_fails_leaves_the_graph(fake: FakeGraphs, backend: Backe
     assert torch.equal(strict.generate(IDS, **GREEDY), want) and path(strict) == ALL
 
 
+def test_torch_compile_may_be_missing_or_turned_off(fake: FakeGraphs, backend: Backend, monkeypatch):
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not supported on Python 3.20")
+
+    for compile_, said in ((missing, "Python 3.20"), (lambda function, **_: function, "TORCH_COMPILE_DISABLE")):
+        monkeypatch.setattr(torch, "compile", compile_)
+        model = model_of()
+        model.generate(IDS, **GREEDY)
+        assert path(model)[0] == "graph" and said in str(path(model)[1])
+
+
 def test_a_capture_that_fails_leaves_the_graph(fake: FakeGraphs, backend: Backend, monkeypatch):
     model, want = model_of(), model_of("eager").generate(IDS, **GREEDY)
     record = graph.record
