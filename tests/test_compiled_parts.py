@@ -6,6 +6,7 @@ import gc
 import shutil
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -191,6 +192,17 @@ def test_other_threads_run_the_model_as_it_is(fake: FakeGraphs, backend: Backend
         assert not seen
         model(IDS)
         assert seen
+
+
+def test_threads_change_over_while_others_generate(fake: FakeGraphs, backend: Backend):
+    prompts = [random_ids(1 + i % 2, 60 + 10 * (i % 3), seed=i) for i in range(9)]
+    eager, model = model_of("eager"), model_of()
+    want = [eager.generate(ids, **GREEDY) for ids in prompts]
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(lambda ids: model.generate(ids, **GREEDY), prompts))
+    assert all(map(torch.equal, got, want)) and changed_forwards(model) == PATCHED
+    model.generate(prompts[0], **GREEDY)
+    assert path(model) == ALL
 
 
 class OwnNorm(LlamaRMSNorm):
