@@ -6,6 +6,7 @@ import gc
 import shutil
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,6 +129,17 @@ def test_a_compiler_that_fails_leaves_the_graph(fake: FakeGraphs, backend: Backe
     assert torch.equal(strict.generate(IDS, **GREEDY), want) and path(strict) == ALL
 
 
+def test_torch_compile_may_be_missing_or_turned_off(fake: FakeGraphs, backend: Backend, monkeypatch):
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not supported on Python 3.20")
+
+    for compile_, said in ((missing, "Python 3.20"), (lambda function, **_: function, "TORCH_COMPILE_DISABLE")):
+        monkeypatch.setattr(torch, "compile", compile_)
+        model = model_of()
+        model.generate(IDS, **GREEDY)
+        assert path(model)[0] == "graph" and said in str(path(model)[1])
+
+
 def test_a_capture_that_fails_leaves_the_graph(fake: FakeGraphs, backend: Backend, monkeypatch):
     model, want = model_of(), model_of("eager").generate(IDS, **GREEDY)
     record = graph.record
@@ -180,6 +192,17 @@ def test_other_threads_run_the_model_as_it_is(fake: FakeGraphs, backend: Backend
         assert not seen
         model(IDS)
         assert seen
+
+
+def test_threads_change_over_while_others_generate(fake: FakeGraphs, backend: Backend):
+    prompts = [random_ids(1 + i % 2, 60 + 10 * (i % 3), seed=i) for i in range(9)]
+    eager, model = model_of("eager"), model_of()
+    want = [eager.generate(ids, **GREEDY) for ids in prompts]
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(lambda ids: model.generate(ids, **GREEDY), prompts))
+    assert all(map(torch.equal, got, want)) and changed_forwards(model) == PATCHED
+    model.generate(prompts[0], **GREEDY)
+    assert path(model) == ALL
 
 
 class OwnNorm(LlamaRMSNorm):

@@ -124,13 +124,10 @@ class CompiledParts:
         errors: list[str] = []  # texts, because a traceback would keep the cache alive
 
         def compiling(function: Function) -> Function:
-            if function not in self._compiled:
-                self._compiled[function] = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
-
             def call(*args: Any, **kwargs: Any) -> Any:
                 if not errors:
                     try:
-                        self._compiled[function](*args, **kwargs)
+                        self._compiled_of(function)(*args, **kwargs)
                     except Exception as error:
                         errors.append(" ".join(f"{type(error).__name__}: {error}".split()))
                 return function(*args, **kwargs)
@@ -139,6 +136,14 @@ class CompiledParts:
 
         with _changed(self.model, compiling), torch._dynamo.config.patch(recompile_limit=VARIANTS):
             return self.model(**inputs), next(iter(errors), None)
+
+    def _compiled_of(self, function: Function) -> Function:
+        if function not in self._compiled:
+            compiled = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+            if compiled is function or torch._dynamo.config.disable:
+                raise RuntimeError("the environment variable TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set")
+            self._compiled[function] = compiled
+        return self._compiled[function]
 
 
 @contextmanager
