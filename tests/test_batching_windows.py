@@ -56,6 +56,7 @@ def test_requests_get_what_generate_gives_each_alone(model_type: str, method: st
 
 
 @pytest.mark.gpu
+@pytest.mark.product("int8")
 @pytest.mark.parametrize("method", ["int8", "turbo:sliding=packed"])
 def test_kernels_serve_windows(method: str):
     model = patch(tiny("gpt_oss", head_dim=64).to(DEVICE), method, impl="triton")
@@ -106,6 +107,7 @@ class Served:
         return views(*self.layer.gather(rows))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("case", "window", "again"),
     [
@@ -147,6 +149,7 @@ def test_a_ring_holds_the_codes_of_a_packed_window(case: Any, window: int, again
 
 
 @pytest.mark.gpu
+@pytest.mark.product
 @pytest.mark.parametrize("case", [("none", {}), ("turbo", {"sink_num": 0})])
 def test_kernels_read_a_ring_in_place(case: Any):
     """Steps over which blocks leave, and a second layer that reads the same keys."""

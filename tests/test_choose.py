@@ -22,7 +22,6 @@ from qattn_hf.model.decoder import decoder_of
 from qattn_hf.recipes.chosen import Chosen
 from qattn_kernels.layer.spec import SHORT_CALL
 
-pytestmark = pytest.mark.xdist_group("choices")  # one process measures the weights, which most tests share
 probe = import_module("qattn_hf.choosing.probe")
 
 
