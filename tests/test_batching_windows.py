@@ -157,12 +157,12 @@ def test_kernels_read_a_ring_in_place(case: Any):
     qkv, first = [x.to(DEVICE) for x in random_qkv(1, 400, dim=64)], AT_ONCE * 64 + 128 - 2
     served.layer.read_again = True
     assert served.layer.in_place
-    for counts in ((first, first - 60, 0), *[(1, 1, 0)] * 4, (1, 0, 5)):
+    for counts in ((first, 70, 0), *[(1, 1, 0)] * 4, (1, 0, 5)):
         past = list(served.lengths)
         out = served.call(qkv, counts, again=True)
         for slot in out.keys() & {0, 1}:
             torch.testing.assert_close(out[slot], fed(layers[slot], qkv, past[slot], counts[slot]), **CLOSE)
-    assert served.layer.rows["closed"].tolist() == [2, 3, 0]
+    assert served.layer.rows["closed"].tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize("method", ["none", "turbo:sliding=packed"])

@@ -225,7 +225,7 @@ def test_the_command_writes_a_recipe_that_patch_takes(tmp_path, capsys):
     from qattn_hf.assets import demo_model_dir
 
     target, details, drawn = (tmp_path / name for name in ("tuned.yaml", "tuned.json", "tuned.png"))
-    small = ["--rows", "1", "--check-rows", "1", "--tokens", "260", "--steps", "2", "--device", "cpu"]
+    small = ["--rows", "1", "--check-rows", "1", "--tokens", "140", "--steps", "2", "--device", "cpu"]
     candidates = ["--method", "turbo:bits=mixed", "--method", "turbo:sink_num=3"]
     with pytest.raises(SystemExit) as ended:
         main(
