@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batching import NEW, Fault, answer, break_token, outputs, refuse_token, running
+from batching import NEW, Fault, answer, break_token, outputs, running
 from helpers import DEVICE, random_qkv
 from small_types import SHARED_KEYS, tiny
 from test_continuous_batching import alone, batched, prompts_of
@@ -163,22 +163,6 @@ def test_kernels_read_a_ring_in_place(case: Any):
         for slot in out.keys() & {0, 1}:
             torch.testing.assert_close(out[slot], fed(layers[slot], qkv, past[slot], counts[slot]), **CLOSE)
     assert served.layer.rows["closed"].tolist() == [2, 1, 0]
-
-
-@pytest.mark.parametrize("method", ["none", "turbo:sliding=packed"])
-def test_a_forward_that_fails_fails_its_request_alone(method: str):
-    model, (bad, *good) = tiny("gemma3_text"), prompts_of(70, 5, 300)
-    patch(model, method)
-    right = [alone(model, prompt, **SHORT) for prompt in good]
-    refuse_token(model, 90, 1, RuntimeError("broken"))
-    bad[40] = 90
-    with running(model) as manager:
-        ids = manager.add_requests([good[0], bad, good[1]])
-        found = outputs(manager, ids)
-        assert "broken" in found[ids[1]].error and found[ids[1]].generated_tokens == []
-        assert [found[ids[0]].generated_tokens, found[ids[2]].generated_tokens] == right
-        assert manager.failed is None and manager.metrics()["requests_failed"] == 1
-        assert manager.metrics()["blocks_used"] == manager.metrics()["requests_running"] == 0
 
 
 def test_rows_of_requests_that_failed_or_were_cancelled_serve_others():
