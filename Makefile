@@ -7,11 +7,12 @@ OLDEST ?= .venv-5.17
 ARGS   ?=
 DOCS_OUTPUTS ?= true
 
-# Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The first tier is what is not
-# marked `slow`: at least one test of everything. What is `exhaustive` is `slow` too. Bytecode is kept, whatever the
-# environment says: each process would compile the packages and the tests again.
+# Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The tests of a file share a
+# process, so that its fixtures and imports are made once. The first tier is what is not marked `slow`: at least one test
+# of everything. What is `exhaustive` is `slow` too. Bytecode is kept, whatever the environment says: each process would
+# compile the packages and the tests again.
 TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
-PYTEST   = -m pytest -n 2 --dist loadgroup
+PYTEST   = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-oldest demo docs test test-slow test-exhaustive test-all test-oldest lint format clean

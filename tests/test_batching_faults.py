@@ -9,6 +9,7 @@ import pytest
 import torch
 from batching import NEW, SECONDS, Fault, answer, break_token, outputs, refuse_token, running
 from helpers import DEVICE, make_layer, tiny_llama
+from small_types import tiny
 from test_continuous_batching import alone, batched, prompts_of
 
 from qattn_hf import patch
@@ -22,15 +23,18 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("method", "layer", "error"),
+    ("model_type", "method", "layer", "error"),
     [
-        ("none", 0, KeyError("lost")),
-        ("turbo", 1, RuntimeError("broken")),
-        ("kivi", 1, torch.OutOfMemoryError("no memory")),
+        ("llama", "none", 0, KeyError("lost")),
+        ("llama", "turbo", 1, RuntimeError("broken")),
+        ("llama", "kivi", 1, torch.OutOfMemoryError("no memory")),
+        ("gemma3_text", "none", 1, RuntimeError("broken")),
+        ("gemma3_text", "turbo:sliding=packed", 1, RuntimeError("broken")),
     ],
 )
-def test_a_forward_that_fails_fails_its_request_alone(method: str, layer: int, error: Exception):
-    model, (bad, *good) = tiny_llama(), prompts_of(70, 5, 130)
+def test_a_forward_that_fails_fails_its_request_alone(model_type: str, method: str, layer: int, error: Exception):
+    model = tiny_llama() if model_type == "llama" else tiny(model_type)
+    bad, *good = prompts_of(70, 5, 300)  # the last is longer than the ring of a window of 20 tokens
     patch(model, method)
     right = [alone(model, prompt, max_new_tokens=NEW) for prompt in good]
     refuse_token(model, 90, layer, error)

@@ -22,7 +22,6 @@ from qattn_hf.model.decoder import decoder_of
 from qattn_hf.recipes.chosen import Chosen
 from qattn_kernels.layer.spec import SHORT_CALL
 
-pytestmark = pytest.mark.xdist_group("choices")  # one process measures the weights, which most tests share
 probe = import_module("qattn_hf.choosing.probe")
 
 
@@ -43,6 +42,21 @@ def few(monkeypatch):
 def nothing_known(monkeypatch, few):
     """For tests that count what is measured. The others take what earlier ones measured of the same weights."""
     monkeypatch.setattr(probe, "_known", {})
+
+
+@pytest.fixture
+def probe_fails(monkeypatch, nothing_known):
+    """Asks a model for a choice whose probe fails."""
+
+    def fail(*_: Any) -> Any:
+        raise QAttnError("planted")
+
+    def ask(model: PreTrainedModel) -> None:
+        monkeypatch.setattr(probe, "token_losses", fail)
+        with pytest.raises(QAttnError, match="planted"):
+            patch(model, bits=3.5)
+
+    return ask
 
 
 def noisy_llama(**changes: Any) -> PreTrainedModel:
@@ -186,23 +200,17 @@ def test_a_copy_and_unpatch():
 
 
 @pytest.mark.parametrize("earlier", [None, "int8"])
-def test_a_probe_that_fails_leaves_the_model_as_it_was(monkeypatch, nothing_known, earlier: str | None):
+def test_a_probe_that_fails_leaves_the_model_as_it_was(probe_fails, earlier: str | None):
     model, ids = noisy_llama(), random_ids(1, 50)
     if earlier is not None:
         patch(model, earlier)
     exact, attention = model(ids).logits, model.config._attn_implementation
-
-    def fail(*_: Any) -> Any:
-        raise QAttnError("planted")
-
-    monkeypatch.setattr(probe, "token_losses", fail)
-    with pytest.raises(QAttnError, match="planted"):
-        patch(model, bits=3.5)
+    probe_fails(model)
     assert torch.equal(model(ids).logits, exact) and model.config._attn_implementation == attention
     assert (model._qattn.recipe.method if earlier else hasattr(model, "_qattn")) == (earlier or False)
 
 
-def test_a_probe_that_fails_leaves_earlier_caches(monkeypatch, nothing_known):
+def test_a_probe_that_fails_leaves_earlier_caches(probe_fails):
     """The report has the last call's cache, and the cache goes on."""
     model, ids = patch(noisy_llama(), "int8"), random_ids(1, 120)
     cache = model(ids[:, :100], use_cache=True).past_key_values
@@ -212,13 +220,7 @@ def test_a_probe_that_fails_leaves_earlier_caches(monkeypatch, nothing_known):
 
     model = patch(noisy_llama(), "int8")
     cache = model(ids[:, :100], use_cache=True).past_key_values
-
-    def fail(*_: Any) -> Any:
-        raise QAttnError("planted")
-
-    monkeypatch.setattr(probe, "token_losses", fail)
-    with pytest.raises(QAttnError, match="planted"):
-        patch(model, bits=3.5)
+    probe_fails(model)
     assert report(model).to_dict() == told
     assert torch.equal(model(ids[:, 100:], past_key_values=cache).logits, goes_on)
 

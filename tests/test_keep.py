@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import DEVICE, feed, make_layer, random_ids, random_qkv, tiny_llama
 from small_types import tiny
+from test_models import FEW
 from transformers import DynamicCache, PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, UnsupportedError, list_methods, patch, report
@@ -68,7 +69,7 @@ def test_later_tokens_see_the_kept_ones_at_their_positions(heads: int | None):
     assert int(cache.get_seq_length()) == TOKENS + NEW
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m if m in FEW else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
 def test_memory_is_freed_for_every_method(method: str):
     model, ids = patch(tiny_llama(), method, family=False), random_ids(2, 700)
     cache = filled(model, ids)
@@ -178,6 +179,7 @@ def test_a_head_may_keep_nothing_and_numbers_that_were_not_finite_stay_masked():
 
 
 @pytest.mark.gpu
+@pytest.mark.product("int8")
 @pytest.mark.parametrize("method", ["int8", "turbo"])
 def test_kernels_go_on_with_what_the_reference_wrote(method: str):
     layers, outputs = [], []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import random_ids, tiny_llama
+from test_models import FEW
 
 from qattn_hf import list_methods, patch, report
 
@@ -43,7 +44,7 @@ def exact():
     return steps(scaled("v", 1))[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m if m in FEW else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
 def test_the_error_is_the_same_at_every_factor_or_scales_are_counted(exact, method: str):
     def error(side: str, factor: float) -> tuple[float, int]:
         got, cache = steps(patch(scaled(side, factor), method))

@@ -84,6 +84,7 @@ def test_a_rough_cache_is_seen_in_the_score_and_not_by_lm_evals_own_model(lm, lo
     assert packed < full - 5 and abs(stock - full) < 1
 
 
+@pytest.mark.product("method1")
 @pytest.mark.parametrize("method", [{}, {"method": "turbo"}, {"method": "kivi", "residual_length": 32}])
 def test_rows_of_a_batch_score_as_they_do_alone(lm, method):
     """Contexts padded on the left and continuations on the right, of rows that end in other chunks."""

@@ -45,7 +45,7 @@ class CodeEval(evaluate.Metric):
 """
 
 
-@pytest.fixture(params=["made", "real"])
+@pytest.fixture(params=["made", pytest.param("real", marks=pytest.mark.slow)])
 def score(request, tmp_path, monkeypatch) -> Callable[..., dict[str, float]]:
     """The scores of a task of HumanEval for what `say` makes of a row."""
     monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", str(tmp_path / "modules"))

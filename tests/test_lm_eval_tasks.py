@@ -70,7 +70,7 @@ def answer(task: str, row: dict[str, Any], target: str) -> str:
     return target
 
 
-@pytest.fixture(scope="module", params=["made", "real"])
+@pytest.fixture(scope="module", params=["made", pytest.param("real", marks=pytest.mark.slow)])
 def data(request, tmp_path_factory) -> Path:
     """A data folder: rows made here, or the original files."""
     if request.param == "made":
@@ -164,6 +164,7 @@ def test_an_oracle_scores_one_with_local_files(manager, names, metric):
     assert max(wrong[name][metric] for name in tasks) < 0.5
 
 
+@pytest.mark.slow
 def test_an_oracle_scores_one_in_all_of_bbh():
     """With the real files: 27 tasks, three prompts each."""
     with task_folders(real()) as folders:

@@ -146,16 +146,6 @@ def test_packs_every_layer_with_small_noise(family, method):
     assert all(layer["packed_tokens"] >= 64 for layer in report(model).to_dict()["layers"])
 
 
-@pytest.mark.parametrize(
-    ("family", "method"), [(f, "turbo") for f in FAMILIES] + [("llama", m) for m in list_methods() if m != "turbo"]
-)
-def test_padded_row_equals_the_row_alone(family, method):
-    model, (ids, mask) = patch(tiny(FAMILIES[family]), method), padded()
-    got = model.generate(ids, attention_mask=mask, **GREEDY)
-    for row, start in ((0, PAD), (1, 0)):
-        assert torch.equal(got[row, start:], model.generate(ids[row : row + 1, start:], **GREEDY)[0])
-
-
 @pytest.mark.product
 @pytest.mark.parametrize("method", list_methods())
 @pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 128, 256])
@@ -284,19 +274,6 @@ def test_embeddings_equal_token_ids(method):
     embeds = model.get_input_embeddings()(ids)
     got = model.generate(inputs_embeds=embeds, attention_mask=mask, **GREEDY)
     assert torch.equal(got, model.generate(ids, attention_mask=mask, **GREEDY)[:, PROMPT:])
-
-
-@every_method
-def test_second_turn_goes_on_where_the_first_ended(method):
-    """The same text as one answer: the second turn packs and sees what single steps would have."""
-    model, ids = patch(tiny(), method), tokens()
-    first = model.generate(ids, return_dict_in_generate=True, **GREEDY)
-    cache = first.past_key_values
-    text = torch.cat([first.sequences, tokens(count=3, seed=7)], 1)
-    got = model.generate(text, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **GREEDY)
-    assert got.past_key_values is cache
-    want = turns(model, got.sequences[:, :-1], PROMPT)[:, text.shape[1] - 1 :]
-    assert noise(torch.stack(got.logits, 1), want) < 1e-3  # packing anew what was packed gives ten times that
 
 
 @pytest.mark.parametrize("patched", ["main", "both", "assistant"])

@@ -23,7 +23,6 @@ from qattn_hf.recipes.families import list_families
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = sorted(model_type for family in list_families() for model_type in family.model_types)
 FOLDERS = (".ci", ".github", "qattn_hf", "kernels", "configs", "docs", "eval", "examples", "tests")
-pytestmark = pytest.mark.xdist_group("packaging")  # one process builds, not each
 
 SMOKE = """
 import json, pathlib, sys

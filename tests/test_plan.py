@@ -143,6 +143,7 @@ OF_KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("tokens", [300, 900])
 @pytest.mark.parametrize(
     ("family", "sliding"),

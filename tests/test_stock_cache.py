@@ -127,15 +127,6 @@ def test_padding(side, settings):
     assert model(ids, attention_mask=mask).logits.isfinite().all()
 
 
-def test_generate_of_a_padded_batch():
-    model, ids = tiny_llama(), random_ids(2, TOKENS)
-    mask = torch.ones_like(ids)
-    mask[0, :37] = 0
-    patch(model, **EXACT)
-    got = model.generate(ids, attention_mask=mask, **GREEDY)
-    assert torch.equal(got[0, 37:], model.generate(ids[:1, 37:], **GREEDY)[0])
-
-
 def test_softcap_in_long_and_short_calls():
     sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16, pad_token_id=0)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, layer_types=["full_attention"] * 2)

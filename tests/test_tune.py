@@ -225,24 +225,11 @@ def test_the_command_writes_a_recipe_that_patch_takes(tmp_path, capsys):
     from qattn_hf.assets import demo_model_dir
 
     target, details, drawn = (tmp_path / name for name in ("tuned.yaml", "tuned.json", "tuned.png"))
-    small = ["--rows", "1", "--check-rows", "1", "--tokens", "260", "--steps", "2", "--device", "cpu"]
+    small = ["--rows", "1", "--check-rows", "1", "--tokens", "140", "--steps", "2", "--device", "cpu"]
     candidates = ["--method", "turbo:bits=mixed", "--method", "turbo:sink_num=3"]
+    files = ["-o", str(target), "--trials", str(details), "--picture", str(drawn)]
     with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "tune",
-                "--bits",
-                "3.25",
-                "-o",
-                str(target),
-                "--trials",
-                str(details),
-                "--picture",
-                str(drawn),
-                *candidates,
-                *small,
-            ]
-        )
+        main(["tune", "--bits", "3.25", *files, *candidates, *small])
     out = capsys.readouterr().out
     assert not ended.value.code and "KL predicted" in out and str(target) in out.replace("\n", "")
     text = target.read_text()

@@ -6,9 +6,11 @@ if kernels compute them.
 
 from __future__ import annotations
 
+import torch
 from helpers import SAGE1, Case, cases
 
 from qattn_hf.recipes.settings import known
+from qattn_kernels.layer.scores import Scores
 
 TURBO: Case = ("turbo", {})
 INT8: Case = ("int8", {})
@@ -97,3 +99,12 @@ MORE_CASES: list[Case] = [
     ("int_flash", {"bits": 4, "smooth_k": True}),
     *LONG,
 ]
+
+# every kind of scores, of four query heads
+SCORES = {
+    "plain": Scores(0.2),
+    "soft cap": Scores(0.2, 5.0),
+    "window": Scores(0.2, 0.0, 90),
+    "chunk": Scores(0.2, 0.0, -50),
+    "learned sinks": Scores(0.2, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
+}

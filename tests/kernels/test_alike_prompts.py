@@ -7,20 +7,13 @@ import math
 import pytest
 import torch
 from helpers import Case, case_id, feed, make_layer, random_qkv, same_state
-from kernel_cases import CASES, KIVI, MORE_CASES, TURBO
+from kernel_cases import CASES, KIVI, MORE_CASES, SCORES, TURBO
 
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.ops.prefill import reference
 from qattn_kernels.reference.attention import attend
 from qattn_kernels.step.reference import reference_step
 
-PLAIN = Scores(0.2)
-SCORES = {
-    "soft cap": Scores(0.2, 5.0),
-    "window": Scores(0.2, 0.0, 90),
-    "chunk": Scores(0.2, 0.0, -50),
-    "learned sinks": Scores(0.2, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
-}
 ORDER_OF_SUMS = 1e-5  # relative: fp32 sums of some hundred terms, in another order
 
 
@@ -37,7 +30,7 @@ def general_calls(monkeypatch) -> list[int]:
     return calls
 
 
-def prompts(case: Case, monkeypatch, scores: Scores = PLAIN, broken: int | None = None) -> list[torch.Tensor]:
+def prompts(case: Case, monkeypatch, scores: Scores = SCORES["plain"], broken: int | None = None) -> list[torch.Tensor]:
     """Read 170 tokens, then 100 more, with and without `_attend_alike`.
 
     Returns output and log-sum-exp of both calls with it, then without it. `broken`: a key that is not finite."""

@@ -14,10 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("compiled kernels")  # one process serves all methods
-
 SCRIPT = Path(__file__).with_name("count_kernels.py")
-
 
 # The merge has one for few and one for many splits, a step's append one of fewer registers for many rows.
 TWICE = {"merge_kernel", "short_kernel"}

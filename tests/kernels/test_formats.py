@@ -7,10 +7,12 @@ import importlib
 from pathlib import Path
 
 import pytest
+from helpers import feed, make_layer, random_qkv
 
 import qattn_kernels
 from qattn_kernels.formats import get_format
 from qattn_kernels.formats.contract import JitFormat
+from qattn_kernels.layer.state import side_of
 
 PACKAGE = Path(qattn_kernels.__file__).parent
 FORMATS = sorted(path.parent.name for path in PACKAGE.glob("formats/*/reference.py"))
@@ -58,3 +60,23 @@ def test_no_other_module_of_the_package_names_a_format():
                 named.append(f"{where}: line {node.lineno}")
     # kernels of a prefill quantize with the functions of two formats
     assert {x for x in named if not x.startswith("ops/prefill/")} == set()
+
+
+BITS = [
+    *(("nf4", {"group_size": size}, 128, bits) for size, bits in ((32, 4.5), (64, 4.25), (128, 4.125))),
+    *(
+        ("turboquant", {"k_format": name, "v_format": name}, 64, bits)
+        for name, bits in (("turbo4", 4.5), ("turbo3", 3.5), ("turbo2", 2.5), ("q4", 4.5), ("q8", 8.5))
+    ),
+    ("turboquant", {"k_format": "turbo4", "v_format": "turbo4"}, 80, 4 + 3 * 16 / 80),  # groups of 32, 32 and 16
+]
+
+
+def test_bits_of_a_value():
+    for method, settings, dim, bits in BITS:
+        layer = make_layer((method, settings))
+        feed(layer, *random_qkv(1, 64, dim=dim), [64])
+        for side in "kv":
+            state = side_of(layer.state, side)
+            held = sum(8 * state[key][0, 0, 0].nbytes for key in ("codes", "scale"))
+            assert held == pytest.approx(bits * 64 * dim), (method, settings)

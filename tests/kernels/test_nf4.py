@@ -70,15 +70,6 @@ def test_normal_numbers_err_less_than_with_even_steps(size: int):
     assert bool(found < (restored(QuantBlockFormat(bits=4), x) - x).square().mean()) is (size > 32)
 
 
-@pytest.mark.parametrize(("size", "bits"), [(32, 4.5), (64, 4.25), (128, 4.125)])
-def test_bits_of_a_value(size: int, bits: float):
-    layer = make_layer(("nf4", {"group_size": size}))
-    feed(layer, *random_qkv(1, 64, dim=128), [64])
-    for side in "kv":
-        state = side_of(layer.state, side)
-        assert sum(8 * state[key][0, 0, 0].nbytes for key in ("codes", "scale")) == bits * 64 * 128
-
-
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
 @pytest.mark.parametrize("dim", [48, 80, 128])
 def test_what_is_held_is_the_keys_and_values(dim: int, rotation: str):

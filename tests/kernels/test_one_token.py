@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Case, case_id, feed, make_layer, random_qkv, same_state
-from kernel_cases import CASES, KIVI, MORE_CASES, TURBO
+from kernel_cases import CASES, KIVI, MORE_CASES, SCORES, TURBO
 
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.formats import Format
@@ -22,13 +22,6 @@ from qattn_kernels.step import reference
 from qattn_kernels.step.reference import general_step, reference_step
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-SCORES = {
-    "plain": Scores(0.2),
-    "soft cap": Scores(0.2, 5.0),
-    "window": Scores(0.2, 0.0, 90),
-    "chunk": Scores(0.2, 0.0, -50),
-    "learned sinks": Scores(0.2, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
-}
 
 
 @pytest.fixture

@@ -141,25 +141,6 @@ def test_q8_errs_by_half_a_step():
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("turbo4", 4.5), ("turbo3", 3.5), ("turbo2", 2.5), ("q4", 4.5), ("q8", 8.5)]
-)
-def test_bits_of_a_value(name: str, expected: float):
-    layer = make_layer(("turboquant", {"k_format": name, "v_format": name}))
-    feed(layer, *random_qkv(1, 64, dim=64), [64])
-    for side in "kv":
-        state = side_of(layer.state, side)
-        assert sum(8 * state[key][0, 0, 0].nbytes for key in ("codes", "scale")) == expected * 64 * 64
-
-
-def test_a_padded_head_dim_stores_its_own_channels_alone():
-    """80 channels: codes of 80, and scales of two groups of 32 and one of 16."""
-    layer = make_layer(("turboquant", {"k_format": "turbo4", "v_format": "turbo4"}))
-    feed(layer, *random_qkv(1, 64, dim=80), [64])
-    state = side_of(layer.state, "k")
-    assert sum(8 * state[key][0, 0, 0].nbytes for key in ("codes", "scale")) == 64 * (4 * 80 + 16 * 3)
-
-
-@pytest.mark.parametrize(
     ("k_format", "v_format"), [("turbo4", "q8"), ("q8", "turbo4"), ("turbo3", "turbo2"), ("model", "q4")]
 )
 @pytest.mark.parametrize("dim", [48, 80, 128])
