@@ -25,9 +25,7 @@ FASTEST = (("8 bits", 8, 9), ("4 bits", 4, 5), ("2 bits", 2, 2.75))  # widths of
 # ways of `generate` on the front page, by their headings
 WAYS = {
     "turbo graph": "`turbo`",
-    "turbo compile": "`turbo`, compiled",
-    "turbo:sink_num=0 graph": "`turbo:sink_num=0`",
-    "turbo:sink_num=0 compile": "`turbo:sink_num=0`, compiled",
+    "turbo fused": "`turbo`, long answers",
     "StaticCache": "StaticCache, compiled",
     "DynamicCache": "DynamicCache",
     "floor, captured": "no attention, captured",

@@ -71,7 +71,7 @@ class Task(NamedTuple):
 LENGTHS = (1024, 2048, 4096, 8192)  # SmolLM2 has 8,192 positions
 TASKS = {
     "gsm8k": Task("gsm8k", "exact_match", "strict-match", 192, 256),
-    "bbh": Task("bbh_cot_fewshot", "exact_match", "get-answer", 135, 256, 50),
+    "bbh": Task("bbh_cot_fewshot", "exact_match", "get-answer", 135, 256, 15),
     "longbench": Task("longbench_multi_news", "score", "none", 25, 128, chat=True),
     "tools": Task(
         "qattn_tools", "acc", "none", 25, 96, others=("arguments",), metadata={"lengths": list(LENGTHS), "samples": 50}
