@@ -12,7 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from qattn_hf.attention.gradient import without_gradient
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer.handle import Handle
-from qattn_hf.model.device import capturing
+from qattn_hf.model.device import capturing, compiling
 from qattn_hf.model.latent import up_projections
 from qattn_hf.model.layer_kinds import asked_window, hides
 from qattn_kernels.layer.scores import Scores
@@ -89,7 +89,7 @@ def attention(
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache", window)
     scores, span = scores_of(query, scaling, kwargs), attention_mask.reshape(-1, 2)
     short = query.shape[2] <= SHORT_CALL
-    unpadded = not short and not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
+    unpadded = not short and not compiling() and hasattr(attention_mask, UNPADDED)
     device = query.device
     # a device map may have put the earlier layer on another device
     if moved := key.take(getattr(module, "layer_idx", None)):
@@ -248,7 +248,7 @@ def _marked(span: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
 
     Only masks of prompts are read, because reading waits for the device, once per forward.
     """
-    if torch.compiler.is_compiling() or capturing():
+    if compiling() or capturing():
         return span
     if new is not None and (new.is_meta or new.shape[1] <= SHORT_CALL):
         return span

@@ -24,7 +24,7 @@ from qattn_hf.layer.hybrid_layer import any_layer
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.model_layer import ModelLayer
 from qattn_hf.layer.snapshot import LOST, Counts, Snapshot
-from qattn_hf.model.device import capturing, device_of
+from qattn_hf.model.device import capturing, compiling, device_of
 from qattn_hf.model.layer_kinds import ModelLayerSpec, own_states
 from qattn_hf.model.tensor_parallel import shard_of
 from qattn_hf.recipes.recipe import Recipe, check_packs, find_recipe
@@ -201,7 +201,7 @@ class QAttnCache(Recoverable, Cache):
             the same `Handle` twice, in place of keys and values; for an unpacked layer, keys and values.
         """
         # reading a count that changes with every call would recompile each step
-        if not torch.compiler.is_compiling() and self.pool is not None and not self.layers[layer_idx].edits:
+        if not compiling() and self.pool is not None and not self.layers[layer_idx].edits:
             self._allocate(layer_idx, *self.layers[layer_idx].stored(key_states, value_states))
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(key, Handle):

@@ -18,6 +18,7 @@ from qattn_hf.generate.patched import Patched, patch_of
 from qattn_hf.model._compat import CACHE
 from qattn_hf.model.bound_method import BoundMethod
 from qattn_hf.model.decoder import decoder_of
+from qattn_hf.model.device import compiling
 
 
 def holders(model: PreTrainedModel) -> tuple[str, ...]:
@@ -34,7 +35,7 @@ def before_call(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
     """
     cache: Any = kwargs.get(CACHE)
     talk = getattr(cache, "conversation", None)
-    if talk is None or torch.compiler.is_compiling():
+    if talk is None or compiling():
         return
     given, prepared, talk.prepared = kwargs.get("position_ids") is not None, talk.prepared, False
     if given and prepared:
@@ -50,7 +51,7 @@ def after_call(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], out
     """Forward hook of a model with offsets: save them on the call's cache."""
     cache: Any = kwargs.get(CACHE)
     talk = getattr(cache, "conversation", None)
-    if talk is not None and not torch.compiler.is_compiling():
+    if talk is not None and not compiling():
         rows = next((layer.batch for layer in cache.layers if layer.batch is not None), None)
         talk.note(module, patch_of(module).holders, rows)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
@@ -21,6 +20,7 @@ from qattn_hf.generate.cuda_graph.graph import GraphedCall
 from qattn_hf.generate.patched import Runner, patch_of
 from qattn_hf.model._compat import CACHE
 from qattn_hf.model.bound_method import BoundMethod
+from qattn_hf.model.device import compiling
 from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model.tensor_parallel import shard_of
 
@@ -171,7 +171,7 @@ def captured_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """
     cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     made = isinstance(mask, dict) or (mask is not None and is_span(mask))
-    if args or not made or not isinstance(cache, QAttnCache) or torch.compiler.is_compiling():
+    if args or not made or not isinstance(cache, QAttnCache) or compiling():
         return model._call_impl(*args, **kwargs)
     if (call := cache.captured_call) is None:
         return model._call_impl(*args, **kwargs)

@@ -13,7 +13,7 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer.handle import Written
 from qattn_hf.layer.rollback import Columns
 from qattn_hf.layer.snapshot import Mark, Restorable
-from qattn_hf.model.device import capturing
+from qattn_hf.model.device import capturing, compiling
 from qattn_kernels.layer.arena import Layout, Outline, empty_arena, empty_bytes, outline, view_of, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import needs_constants
@@ -157,7 +157,7 @@ class ArenaHolder:
 
         Its address is marked as static for compiled steps, and `moves` is increased for captured steps.
         """
-        if not torch.compiler.is_compiling():
+        if not compiling():
             torch._dynamo.mark_static_address(arena)
         geometry, spec = known.layout
         self.__dict__.update(

@@ -13,7 +13,7 @@ import torch
 
 from qattn_hf.layer.contract import Packed
 from qattn_hf.layer.handle import Handle
-from qattn_hf.model.device import capturing
+from qattn_hf.model.device import capturing, compiling
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step import operator
 
@@ -35,7 +35,7 @@ def attend_again(
         return _of_prompt(query, key, value, scores), None
     query = with_earlier(query, key.shape[2])
     where = arena, layer._layout, blocks
-    fixed = torch.compiler.is_compiling() or capturing()
+    fixed = compiling() or capturing()
     # a failure in a copy of the state loses nothing
     with nullcontext() if fixed or arena is not layer.arena else layer.writing(key.shape[2]):
         out, lse = operator.attend_again(query, key, value, span, *where, *scores, past, before)

@@ -8,7 +8,7 @@ import torch
 
 from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.layer import QAttnLayer
-from qattn_hf.model.device import capturing
+from qattn_hf.model.device import capturing, compiling
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.step import Step
 from qattn_kernels.step.latent_prompt import UpProjections, attend_expanded, by_expansion
@@ -46,7 +46,7 @@ class LatentLayer(QAttnLayer):
         Returns:
             `[B, Hq, T, v_head_dim]`, zeros for padding on the left.
         """
-        tokens, fixed = query.shape[2], torch.compiler.is_compiling() or capturing()
+        tokens, fixed = query.shape[2], compiling() or capturing()
         masked = 0 if unpadded and self._used == 0 else self.capacity + tokens
         if fixed or not by_expansion(query, masked, self.spec, scores):
             return up.expand(self.attend(up.absorb(query), handle, span, scores, unpadded)[0])

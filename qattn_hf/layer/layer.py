@@ -13,7 +13,7 @@ from qattn_hf.layer import changes, rollback
 from qattn_hf.layer.arena_holder import ArenaHolder
 from qattn_hf.layer.handle import Handle, Written
 from qattn_hf.layer.kv_sharing import attend_again
-from qattn_hf.model.device import capturing
+from qattn_hf.model.device import capturing, compiling
 from qattn_hf.model.layer_kinds import window_of
 from qattn_kernels.formats.traits import least_heads
 from qattn_kernels.layer.arena import Layout, Outline, columns_seen, outline
@@ -119,7 +119,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     def get_seq_length(self) -> torch.Tensor:
         """Return the columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
         # a compiled step would get a view as an extra input, and an eager call would make all views for this one
-        if self.arena is not None and (self._state is None or torch.compiler.is_compiling()):
+        if self.arena is not None and (self._state is None or compiling()):
             return columns_seen(self.arena).clone()
         return self.state["columns_seen"].clone()
 
@@ -220,9 +220,9 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         if handle.written is not None:
             return attend_again(self, query, handle, span, scores)
         key, value, tokens = handle.key, handle.value, query.shape[2]
-        if torch.compiler.is_compiling() or capturing():
+        if compiling() or capturing():
             self.own()
-            if torch.compiler.is_compiling():
+            if compiling():
                 self._used = None
             else:
                 self.replayed_by_others = True
@@ -327,7 +327,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     def _fixed_step(self, handle: Handle, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a compiled or captured step as one operator with arguments `call` (`step.operator.attend`)."""
         # in a capture, `reserve` has compacted the window before; a compiled step compacts inside the operator
-        window = window_of(self.spec) if torch.compiler.is_compiling() else None
+        window = window_of(self.spec) if compiling() else None
         if not self.shared and window is None:
             return attend(*call)
         out, lse, before = attend_and_keep(*call, window or 0, self._rewritten if self.shared else 0)

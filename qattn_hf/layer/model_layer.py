@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionL
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer.snapshot import Mark
 from qattn_hf.model import _compat
+from qattn_hf.model.device import compiling
 from qattn_hf.model.layer_kinds import ModelLayerSpec
 
 STATE = ("keys", "values", "conv_states", "recurrent_states")  # attributes with tensors, or dicts of tensors
@@ -106,7 +107,7 @@ class ModelLayer:
         return self._written(super().update_recurrent_state, *args, **kwargs)  # type: ignore[misc]
 
     def _written(self, write: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # a changing count would recompile every step
+        if not compiling():  # a changing count would recompile every step
             self.edits += 1
         return write(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from qattn_hf.layer.latent_layer import LatentLayer
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.memory_budget import BudgetLayerSpec
 from qattn_hf.layer.snapshot import Mark, Restorable
-from qattn_hf.model.device import capturing
+from qattn_hf.model.device import capturing, compiling
 from qattn_hf.model.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
 from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes
 from qattn_kernels.layer.scores import Scores
@@ -54,7 +54,7 @@ class WindowLayer(QAttnLayer):
         return self.most if self.max_cache_len is None else min(self._blocks_for(self.max_cache_len), self.most)
 
     def get_seq_length(self) -> torch.Tensor:
-        if torch.compiler.is_compiling() and self.arena is not None:
+        if compiling() and self.arena is not None:
             return columns_seen(beginning(self.arena, 8))
         return super().get_seq_length()
 
@@ -100,7 +100,7 @@ class WindowLayer(QAttnLayer):
         scores, tokens = scores._replace(window=self.spec.local), query.shape[2]
         if handle.written is not None:
             return super().attend(query, handle, span, scores, unpadded)
-        if torch.compiler.is_compiling():
+        if compiling():
             if tokens > SHORT_CALL:
                 raise UnsupportedError(
                     f"a compiled call of {tokens} tokens is not supported with a packed sliding window, whose ring "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch._guards import detect_fake_mode
 from transformers import PreTrainedModel
 
 
@@ -32,6 +33,16 @@ def device_of(model: PreTrainedModel) -> torch.device:
             if device is not None:
                 return torch.device(device)
     return own
+
+
+def compiling() -> bool:
+    """Return whether `torch.compile` or `torch.export` traces the code that calls this.
+
+    `torch.compiler.is_compiling` is also true in all other threads of the process while one of them compiles.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and detect_fake_mode() is not None  # modes are of one thread
 
 
 def capturing() -> bool:

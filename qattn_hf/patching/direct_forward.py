@@ -12,6 +12,7 @@ from qattn_hf.cache.cache import QAttnCache
 from qattn_hf.generate.continuous.cache import PagedCache
 from qattn_hf.model._compat import CACHE
 from qattn_hf.model.bound_method import BoundMethod
+from qattn_hf.model.device import compiling
 from qattn_hf.patching.training import select_attention, why_unpacked
 
 
@@ -40,7 +41,7 @@ def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Run the class's `forward` inside a call whose hooks have run, or in a call that trains, which needs no hooks.
 
     Otherwise start a call, which runs the hooks."""
-    if torch.compiler.is_compiling() or not hasattr(model, "_qattn") or _inside_call(kwargs):
+    if compiling() or not hasattr(model, "_qattn") or _inside_call(kwargs):
         return type(model).forward(model, *args, **kwargs)
     if (unpacked := why_unpacked(model, kwargs)) is not None:
         select_attention(model, unpacked)

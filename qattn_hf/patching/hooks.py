@@ -37,7 +37,7 @@ from qattn_hf.model import latent
 from qattn_hf.model._compat import CACHE, by_cache_name, exporting
 from qattn_hf.model.bound_method import BoundMethod
 from qattn_hf.model.decoder import decoder_of
-from qattn_hf.model.device import device_of
+from qattn_hf.model.device import compiling, device_of
 from qattn_hf.patching import direct_forward, training
 from qattn_hf.recipes.recipe_files import RECIPE_FILE
 from qattn_hf.saved.writer import check_writer
@@ -79,7 +79,7 @@ def before_forward(
     # attention always reads through our cache; `after_forward` drops it from the output if it was not requested
     wanted = decoder.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     kwargs["use_cache"] = bool(wanted)
-    if not torch.compiler.is_compiling():
+    if not compiling():
         _begin(decoder, cache, kwargs)
         patched.notices.of_call(cache, kwargs, _shape(kwargs)[1], made, use_cache)
     elif cache.allocated:
@@ -146,7 +146,7 @@ def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], 
     if output is None:
         cache.take_back()
         return None
-    if not torch.compiler.is_compiling():
+    if not compiling():
         cache.end(module)
     if kwargs["use_cache"]:
         return output
@@ -181,7 +181,7 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
         raise UnsupportedError(
             f"the model was patched for {patched.device_type} and runs on {device.type}; patch it again"
         )
-    if patched.window is not None and not torch.compiler.is_compiling():
+    if patched.window is not None and not compiling():
         cache = kwargs.get(CACHE)
         check_reach(patched.window, _shape(kwargs)[1] + (0 if cache is None else int(cache.get_seq_length())))
 
@@ -193,7 +193,7 @@ def _trains(module: Any, kwargs: dict[str, Any]) -> bool:
         UnsupportedError: as `training.why_unpacked`; or the user chose another attention after `patch`.
     """
     unpacked, patched = training.why_unpacked(module, kwargs), patch_of(module)
-    if not torch.compiler.is_compiling():
+    if not compiling():
         _check_selected(module.config, patched)
         if unpacked is not None and not module.training:
             patched.notices.of_gradients()
@@ -241,7 +241,7 @@ def _requested(module: torch.nn.Module, kwargs: dict[str, Any], name: str) -> bo
 def _check_positions(kwargs: dict[str, Any]) -> None:
     """Refuse positions that restart inside a row: packed sequences, which Transformers detects only without a cache."""
     positions = kwargs.get("position_ids")
-    if positions is None or kwargs.get("attention_mask") is not None or torch.compiler.is_compiling():
+    if positions is None or kwargs.get("attention_mask") is not None or compiling():
         return
     if positions.dim() == 2 and bool((positions.diff(dim=-1) != 1).any()):
         raise UnsupportedError(
