@@ -56,7 +56,7 @@ def test_requests_get_what_generate_gives_each_alone(model_type: str, method: st
 
 
 @pytest.mark.gpu
-@pytest.mark.product("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["int8", "turbo:sliding=packed"])
 def test_kernels_serve_windows(method: str):
     model = patch(tiny("gpt_oss", head_dim=64).to(DEVICE), method, impl="triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ PRIORITIES: list[Case] = [
     ("paper_turbo", {"bits": "mixed", "priority": name}) for name in ("entropy", "min_max", "variation", "random")
 ]
 TWO_BITS: list[Case] = [("turbo", {"bits": 2}), ("kivi", {"bits": 2})]
+CASES = [*cases(), *FIXED, *PRIORITIES, *TWO_BITS]
 QKV = random_qkv(2, 107)
 WORDS = random_ids(1, 90)[0].tolist()
 
@@ -68,15 +70,26 @@ def conversation(layer: QAttnLayer) -> torch.Tensor:
     return torch.cat(out, 2)
 
 
+def initialized(case: Case) -> QAttnLayer:
+    layer = make_layer(case, 128)
+    layer.lazy_initialization(*QKV[1:])  # which gives it random constants
+    return layer
+
+
+@functools.cache
+def without(index: int) -> tuple[QAttnLayer, torch.Tensor]:
+    """A layer of a case after its conversation without other defaults, and the outputs."""
+    layer = initialized(CASES[index])
+    return layer, conversation(layer)
+
+
 @pytest.mark.parametrize(
     "default", [*DEFAULTS][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*DEFAULTS][1:3]] + ["meta"]
 )
 def test_codes_and_outputs_of_every_method(default: str):
-    for case in [*cases(), *FIXED, *PRIORITIES, *TWO_BITS]:
-        layer, twin = make_layer(case, 128), make_layer(case, 128)
-        for each in (layer, twin):
-            each.lazy_initialization(*QKV[1:])  # which gives them random constants
-        want = conversation(twin)
+    for index, case in enumerate(CASES):
+        layer = initialized(case)
+        twin, want = without(index)
         with DEFAULTS[default]():
             got = conversation(layer)
         assert torch.equal(got, want), case_id(case)

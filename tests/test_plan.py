@@ -143,8 +143,7 @@ OF_KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("tokens", [300, 900])
+@pytest.mark.parametrize("tokens", [pytest.param(300, marks=pytest.mark.slow), 900])
 @pytest.mark.parametrize(
     ("family", "sliding"),
     [

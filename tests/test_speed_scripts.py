@@ -107,6 +107,7 @@ def test_methods_are_timed_in_turn_beside_the_first(script, capsys):
         decode_in_turn.main(["--rounds", "1"])
 
 
+@pytest.mark.slow  # tests/test_bench.py times generate
 def test_generate_is_timed_on_one_gpu_and_on_several(script, capsys, tmp_path):
     """A CPU takes the place of one GPU. `tests/test_parallel_cuda.py` splits models."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
