@@ -107,7 +107,8 @@ def rows(
         `error`.
     """
     config = model.config.get_text_config(decoder=True)
-    sizes = {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "num_key_value_heads")}
+    known = config.to_dict()  # as an attribute, a size that differs by layer may raise
+    sizes = {key: known.get(key) for key in ("num_hidden_layers", "hidden_size", "num_key_value_heads")}
     shape = {"bench": "generate", **sizes, "dtype": str(model.dtype).removeprefix("torch."), "device": device.type}
     for point in points:
         ids = torch.randint(1, config.vocab_size, point, device=device)
