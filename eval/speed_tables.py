@@ -88,6 +88,8 @@ CALLS = (
     *(Pick(f"{name}, 256 requests in {room}, tokens a second", f"speed-requests-{shape}", {},
            {"way": "turbo:sliding=packed"}, {"way": "model precision, sdpa"}, "stock's pages", "tokens_per_s",
            "{x:.0f}", True) for name, shape, room in WINDOWED_REQUESTS),
+    *(Pick(f"{rows} prompts of {tokens} tokens, 8B", "speed-first-token", {"context": tokens}, {"way": "turbo graph"}, DYNAMIC,
+           figure="first_token_s", form="{x:.3f} s") for rows, tokens in ((16, 1024), (32, 512))),
     Pick("prompt of 102,400 tokens", "long-prompts", {}, {"method": "turbo:sink_num=0"}, {"method": "full"},
          figure="first_token_s", form="{x:.2f} s"),
     Pick("compiler, prompts of ten shapes", "speed-first-call", PAPER, {"cache": "warm"}, {"cache": "cold"},
