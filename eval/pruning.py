@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, report, unpatch
 from qattn_hf.model._compat import CACHE
-from qattn_hf.model.loading import load
+from qattn_hf.model.loading import load, short_name
 from qattn_hf.reading.metrics import divergence
 from qattn_hf.reading.texts import made_text, rows_of
 from qattn_kernels.layer.spec import SHORT_CALL
@@ -91,13 +91,19 @@ def main(arguments: list[str] | None = None) -> None:
     made.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     made.add_argument("--after", type=int, default=128, help="tokens of the text after it, which are scored")
     options = made.parse_args(arguments)
-    _, model, tokenizer = load(options.model, dtype="float32" if not torch.cuda.is_available() else "bfloat16")
+    name, model, tokenizer = load(options.model, dtype="float32" if not torch.cuda.is_available() else "bfloat16")
     tokens = options.prompt + options.after
     text = options.text.read_text(encoding="utf-8") if options.text else made_text(CHARACTERS * options.rows * tokens)
     ids = rows_of(tokenizer, text, options.rows, tokens).to(model.device)
     with torch.no_grad():
         full = torch.stack([model(row[None]).logits[0, options.prompt :].float().log_softmax(-1) for row in ids])
-    shape = {"bench": "pruning", "prompt": options.prompt, "rows": options.rows, "after": options.after}
+    shape = {
+        "bench": "pruning",
+        "model": short_name(name),
+        "prompt": options.prompt,
+        "rows": options.rows,
+        "after": options.after,
+    }
     for method in options.methods.split(";"):
         patch(model, method)
         for row in measured(model, ids, options.prompt, full, options.shares):

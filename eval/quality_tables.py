@@ -174,7 +174,7 @@ TABLES = (
     Table("pruning", "pruning-*",
           "| setting || KL, {kept} | MiB |",
           "| `{method}` || {kl:.4f} | {kv_bytes:MiB.1f} |",
-          each(kept=_kept), "kept"),
+          each(kept=_kept), "kept", split="**{model}**"),
     Table("tune", "tune",
           "| model | recipe | on | predicted KL | KL | bits, closed | bits, all |",
           "| {model} | {method} | {on} | {predicted_kl:.6f} | {kl:.6f}{kl_se: (.6f)} | {effective_bits:.3f} "

@@ -197,25 +197,32 @@ def test_kernels_go_on_with_what_the_reference_wrote(method: str):
     assert error < 0.02, "INT8 queries and weights round within a percent"
 
 
-def test_the_scores_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_the_scores_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch, model_type: str):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     scores = importlib.import_module("token_scores")
-    ids, stock = random_ids(1, TOKENS), tiny_llama()
+    ids, stock = random_ids(1, TOKENS), tiny(model_type)
     stock.set_attn_implementation("eager")
     with torch.no_grad():
         out = stock(ids, output_attentions=True)
-    model = patch(tiny_llama(), "none")
+    model = patch(tiny(model_type), "none", family=False)
     with scores.last_queries(model) as queries:
         cache = filled(model, ids)
     assert len(queries) == len(cache.layers)
-    wanted = [weights[:, :, -scores.WINDOW :].unflatten(1, (2, 2)).mean((2, 3)) for weights in out.attentions]
-    for found, want in zip(scores.observed_attention(cache, queries), wanted, strict=True):
+    norms, observed = scores.key_norms(cache), scores.observed_attention(cache, queries)
+    kinds = getattr(stock.config, "layer_types", None) or ["full_attention"] * len(queries)
+    assert [one is not None for one in norms] == [kind == "full_attention" for kind in kinds]
+    for weights, found, norm, layer in zip(out.attentions, observed, norms, out.past_key_values.layers, strict=True):
+        if norm is None:
+            assert found is None
+            continue
+        want = weights[:, :, -scores.WINDOW :].unflatten(1, (norm.shape[1], -1)).mean((2, 3))
         smooth = torch.nn.functional.avg_pool1d(want, scores.SMOOTHED, 1, scores.SMOOTHED // 2)
         torch.testing.assert_close(found, smooth, atol=1e-6, rtol=1e-4)
-    for found, layer in zip(scores.key_norms(cache), out.past_key_values.layers, strict=True):
-        torch.testing.assert_close(found, -layer.keys.norm(dim=-1), atol=1e-5, rtol=1e-5)
-    mask = scores.best(scores.key_norms(cache), 0.25)
-    assert all(bool((one.sum(-1) == TOKENS // 4).all()) and bool(one[..., -scores.WINDOW :].all()) for one in mask)
+        torch.testing.assert_close(norm, -layer.keys.norm(dim=-1), atol=1e-5, rtol=1e-5)
+    mask = scores.best(norms, 0.25)
+    pruned = [one for one in mask if one is not None]
+    assert all(bool((one.sum(-1) == TOKENS // 4).all()) and bool(one[..., -scores.WINDOW :].all()) for one in pruned)
     cache.keep(mask)
     assert {int(layer.state["length"]) for layer in cache.packed} == {TOKENS // 4}
 
@@ -301,6 +308,8 @@ def test_layers_with_a_window_stay(sliding: str):
         want = stock(new, past_key_values=cache, attention_mask=seen, position_ids=at).logits
     model = patch(tiny("gemma3_text"), "none", sliding=sliding, family=False)
     packed = filled(model, ids)
+    with pytest.raises(UnsupportedError, match="give None for layers that have a window"):
+        packed.read(kinds.index("sliding_attention"))
     packed.keep(mask)
     with torch.no_grad():
         torch.testing.assert_close(model(new, past_key_values=packed).logits, want, atol=1e-4, rtol=0)

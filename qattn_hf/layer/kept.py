@@ -27,7 +27,8 @@ def read(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         UnsupportedError: as in `first_columns`.
     """
-    stored, first = _stored(layer), first_columns(layer)
+    first = first_columns(layer)
+    stored = _stored(layer)
     seen = int(layer.state["columns_seen"])
     column = torch.where(stored.real, (stored.pos + first[:, None])[:, None], seen)  # others: a column at the end
     keys, values, compute = stored.k, stored.v, layer.spec.compute
