@@ -42,7 +42,6 @@ SETTINGS = (
     "kivi:bits=2,group_size=128,residual_length=32",
     "sinkq",
 )
-UNANSWERED = "[invalid]"  # lm-eval's word for an answer in which the filter finds nothing
 
 
 class Task(NamedTuple):
@@ -158,7 +157,7 @@ def row_of(unit: Unit, measured: Measured, full: Measured | None) -> dict[str, A
         "metric": task.metric,
     }
     row |= {"score": round(score["value"], 5), "stderr": _rounded(score["stderr"], 5), "questions": len(own)}
-    row["unanswered"] = round(sum(UNANSWERED in _texts(answer) for answer in own.values()) / max(1, len(own)), 4)
+    row["unanswered"] = round(sum(answer.missing for answer in own.values()) / max(1, len(own)), 4)
     if full is not None:
         found = agreement(own, _of_task(task, full), task.name, task.kind)
         row |= {key: _rounded(value, 4) for key, value in found.items()}
@@ -187,10 +186,6 @@ def _of_task(task: Task, measured: Measured) -> dict[Place, Answer]:
 def _first_of_tasks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row of each task: all of a task have the same usage."""
     return list({row["task"]: row for row in reversed(rows)}.values())
-
-
-def _texts(answer: Answer) -> list[Any]:
-    return list(answer.said) if isinstance(answer.said, list | tuple) else [answer.said]
 
 
 def _rounded(value: Any, digits: int) -> Any:

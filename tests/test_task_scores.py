@@ -48,8 +48,17 @@ def test_answers_of_a_group_are_those_of_its_subtasks():
     own = bbh({("a", 0): "1", ("a", 1): "3", ("b", 0): "2", ("b", 1): "[invalid]"})
     row = task_scores.row_of(task_scores.Unit("folder", "bbh", "turbo", None, None), own, full)
     assert row["score"] == 0.25 and row["questions"] == 4  # the group's score, not a subtask's
-    assert row["agrees"] == 0.5 and row["unanswered"] == 0.25
+    assert row["agrees"] == pytest.approx(1 / 3, abs=1e-4), "of the three questions that one of both answers"
+    assert row["both_unanswered"] == 1 and row["unanswered"] == 0.25
     assert row["packed"] == 4 and row["model_seconds"] == 3.0 and row["bits"] == 4.0
+
+
+def test_an_answer_that_one_of_both_lacks_is_a_difference():
+    full, own = bbh({("a", 0): "1", ("a", 1): "[invalid]"}), bbh({("a", 0): "[invalid]", ("a", 1): "1"})
+    row = task_scores.row_of(task_scores.Unit("folder", "bbh", "turbo", None, None), own, full)
+    assert row["agrees"] == row["both_unanswered"] == 0 and row["unanswered"] == 0.5
+    row = task_scores.row_of(task_scores.Unit("folder", "bbh", "turbo", None, None), bbh({("a", 1): "[invalid]"}), full)
+    assert "agrees" not in row and row["unanswered"] == 1, "no question is left to compare"
 
 
 def test_rows_wait_for_full_precision_and_a_failed_unit_says_why(monkeypatch, capsys):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from qattn_hf.lm_eval.generated import LENGTHS
 
+UNANSWERED = "[invalid]"  # lm-eval's word for an answer in which the filter finds nothing
 HOLDS = 0.9  # a method holds at a length if at least this share of answers is equal
 
 Place = tuple[str, str, int]  # task, filter, number of the row
@@ -17,6 +18,11 @@ class Answer(NamedTuple):
 
     said: Any
     length: int | None
+
+    @property
+    def missing(self) -> bool:
+        """Whether the task's filter found nothing in the answer."""
+        return UNANSWERED in (self.said if isinstance(self.said, list | tuple) else [self.said])
 
 
 def answers(samples: dict[str, list[dict[str, Any]]]) -> dict[Place, Answer]:
@@ -54,24 +60,31 @@ def _is_score(response: Any) -> bool:
 def agreement(own: dict[Place, Answer], full: dict[Place, Answer], task: str, kind: str) -> dict[str, Any]:
     """Compare the answers of a task that both a method and full precision have.
 
+    Questions that neither answers are left out: two missing answers are no agreement.
+
     Args:
         own, full: `answers` of a method and of full precision.
         task: name of the task.
         kind: name of lm-eval's filter.
 
     Returns:
-        The share of equal answers (`agrees`) with its standard error. If rows have lengths, also `agrees_by_length`,
-        and `holds_to`, the length up to which the share is at least `HOLDS`. Empty if there are no common rows.
+        The share of equal answers (`agrees`) with its standard error, and the number of questions that neither answers
+        (`both_unanswered`). If rows have lengths, also `agrees_by_length`, and `holds_to`, the length up to which the
+        share is at least `HOLDS`. Empty if no question is left.
     """
     lengths: dict[int | None, list[bool]] = defaultdict(list)
+    both_unanswered = 0
     for place, answer in own.items():
         if place[:2] == (task, kind) and place in full:
-            lengths[answer.length].append(answer.said == full[place].said)
+            if answer.missing and full[place].missing:
+                both_unanswered += 1
+            else:
+                lengths[answer.length].append(answer.said == full[place].said)
     equal = [one for of_length in lengths.values() for one in of_length]
     if not equal:
         return {}
     share = sum(equal) / len(equal)
-    found: dict[str, Any] = {"agrees": share}
+    found: dict[str, Any] = {"agrees": share, "both_unanswered": both_unanswered}
     found["agrees_stderr"] = (share * (1 - share) / (len(equal) - 1)) ** 0.5 if len(equal) > 1 else None
     if None not in lengths:
         by_length = {length: sum(lengths[length]) / len(lengths[length]) for length in sorted(lengths)}  # type: ignore[type-var]
