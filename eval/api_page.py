@@ -63,11 +63,12 @@ def source(thing: Any) -> str:
 
 
 def members(kind: type) -> list[tuple[str, Any]]:
-    """Public methods and properties with a docstring that the class defines itself."""
+    """Public methods and properties with a docstring that the class defines itself, without internal ones."""
     found = []
     for key, member in vars(kind).items():
         inner = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
-        if not key.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)) and inner.__doc__:
+        about = inner.__doc__ if inspect.isfunction(inner) or isinstance(inner, property) else None
+        if about and not key.startswith("_") and not about.startswith("Internal: "):
             found.append((key, inner))
     return found
 

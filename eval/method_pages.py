@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,18 +18,19 @@ from qattn_hf.recipes.families import list_families
 from qattn_hf.recipes.settings import allowed, as_written, reference_only
 from qattn_hf.recipes.yaml_reader import read_yaml
 
+PAPERS = re.compile(r"\((papers?): ([^)]*)\)")  # as in `(paper: KIVI, Liu et al.)`
+
 
 def method_page(name: str, results: Path) -> str:
     """The whole page of one method."""
     method = get_method(name)
     about = inspect.getdoc(method) or ""
-    source = (sys.modules[method.__module__].__doc__ or "").strip()
     own = {key: field for key, field in method.model_fields.items() if key not in Method.model_fields}
     parts = [
         f"# {name}",
         "<!-- made by `python eval/tables.py`: edit the docstring and fields of the method instead -->",
         about,
-        f"`qattn_hf/methods/{name}.py`: {source}",
+        f"Source: `qattn_hf/methods/{name}.py`.{_papers(sys.modules[method.__module__].__doc__ or '')}",
         f'```python\nmodel = patch(model, "{name}")\n```',
         "## Settings",
         fields_table(own) if own else "It has only the settings that every method has.",
@@ -41,6 +43,13 @@ def method_page(name: str, results: Path) -> str:
         *_section("## Measured", _measured(name, results)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _papers(source: str) -> str:
+    """Return the papers that the first line of a method's file names in brackets. The rest repeats the docstring of the
+    method."""
+    found = PAPERS.search(source)
+    return "" if found is None else f" {found[1].capitalize()}: {found[2].removesuffix('.')}."
 
 
 def fields_table(fields: dict[str, FieldInfo]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def _meaning(spelled: str) -> str | None:
     if spelled.partition(":")[0] not in (*list_methods(), *list_recipes()):
         return None  # no file and no repository is looked for
     try:
-        recipe = find_recipe(spelled, None, {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of old names: nobody can rename what a record ran
+            recipe = find_recipe(spelled, None, {})
     except QAttnError:
         return None
     return None if recipe.choices else f"{recipe.method} {recipe.settings.model_dump_json()}"

@@ -122,6 +122,13 @@ def test_a_recipe_of_other_settings_is_spelled_by_these(was: str, now: str):
     assert recorded.spelled_now(record)["rows"] == [{"way": now}]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("was", ["turbo:sliding=model eager", "turbo:sliding=lossless eager"])
+def test_an_old_name_in_a_record_gives_no_warning(was: str):
+    recorded.named.cache_clear()
+    assert recorded.spelled_now({"name": "speed-x", "rows": [{"way": was}]})["rows"] == [{"way": "turbo eager"}]
+
+
 def test_settings_that_stand_apart_in_a_record_are_spelled_too():
     rows = [{"method": "turbo", "bits": "mixed", "kl": 0.1}, {"method": "turbo", "sink_num": 3, "sink_window": 8}]
     record = {"name": "quality-x", "defaults": {"turbo": {"sink_num": 0, "sink_window": 0}}, "rows": rows}

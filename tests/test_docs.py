@@ -120,6 +120,12 @@ def test_every_public_name_is_in_the_api():
     assert sorted(found) == sorted(name for name in qattn_hf.__all__ if not name.startswith("__"))
 
 
+def test_the_page_of_the_api_has_what_users_call():
+    page = text_of(ROOT / "docs" / "api.md")
+    assert "**`QAttnCache.for_model`**" in page and "**`QAttnCache.keep`**" in page
+    assert "Internal:" not in page and "QAttnCache.plan" not in page
+
+
 def test_every_command_is_on_the_page_of_commands():
     command = get_command(app)
     page = text_of(ROOT / "docs" / "cli.md")

@@ -43,7 +43,7 @@ def with_learned_sinks() -> PreTrainedModel:
 def test_a_stack_says_what_its_layers_say_alone(model: Any, settings: list[str]):
     module: PreTrainedModel = model()
     members = members_of(module, settings)
-    stacked = StackedLayers(members, "cpu")
+    stacked = StackedLayers(members, "cpu", AT[-1])
     alone = [QAttnLayer(member.spec, device_type="cpu") for member in members]
     for layer, member in zip(alone, members, strict=True):
         layer.constants = dict(member.constants)
@@ -54,6 +54,7 @@ def test_a_stack_says_what_its_layers_say_alone(model: Any, settings: list[str])
                 # products of other shapes add in another order: fp32's rounding, far below a code's step
                 torch.testing.assert_close(out, calls[member.layer].packed_out(layer), rtol=1e-4, atol=1e-5)
     assert stacked.stacks is not None and len(stacked.stacks) < len(members)
+    assert all(stack.packed.planned for stack in stacked.stacks), "no call makes a layer grow"
 
 
 def test_layers_with_and_without_learned_sinks_are_stacked_apart():
@@ -66,7 +67,7 @@ def test_layers_with_and_without_learned_sinks_are_stacked_apart():
     first = calls[members[0].layer]
     logits = torch.full((first.query.shape[1],), 3.0)
     calls[first.layer] = first._replace(scores=first.scores._replace(sinks=logits))
-    stacked = StackedLayers(members, "cpu")
+    stacked = StackedLayers(members, "cpu", 90)
     for member, out in zip(members, stacked.outputs(calls), strict=True):
         layer = QAttnLayer(member.spec, device_type="cpu")
         layer.constants = dict(member.constants)

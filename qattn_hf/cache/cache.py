@@ -37,6 +37,7 @@ class QAttnCache(Recoverable, Cache):
     """Packed KV cache of a model, passed as `past_key_values` (named `cache` in Transformers 5.24 and later).
 
     Make it with `QAttnCache.for_model(model)`. If none is passed, `generate` and calls of a patched model make one.
+    Members whose docstring begins with "Internal" may change in any version.
 
     Args:
         specs: for each layer, the formats and the arithmetic, or the state of an unpacked layer (`Recipe.layer_specs`).
@@ -75,7 +76,7 @@ class QAttnCache(Recoverable, Cache):
         self.input_ids: torch.Tensor | None = None  # token ids stored in the loaded file, `[B, S]`
 
     def ran(self, decode: str, reason: str | None = None) -> None:
-        """Record for the report how the last `generate` ran its decode steps, and the reason (`Report.to_dict`)."""
+        """Internal: record for the report how `generate` ran its decode steps, and why (`Report.to_dict`)."""
         self.decode, self.decode_reason = decode, reason
 
     @classmethod
@@ -159,7 +160,7 @@ class QAttnCache(Recoverable, Cache):
         return cache
 
     def with_constants(self, constants: list[State]) -> QAttnCache:
-        """Return this empty cache after setting the state tensors that no call writes (`model_constants`)."""
+        """Internal: set the state tensors that no call writes (`model_constants`), and return this empty cache."""
         for layer, own in zip(self.layers, constants, strict=True):
             if own:
                 layer.constants = own
@@ -177,7 +178,7 @@ class QAttnCache(Recoverable, Cache):
 
     @property
     def allocated(self) -> bool:
-        """Whether the packed layers have their tensors; true after the first call."""
+        """Internal: whether the packed layers have their tensors; true after the first call."""
         return next((layer.is_initialized for layer in self.layers if isinstance(layer, QAttnLayer)), True)
 
     @property
@@ -209,7 +210,7 @@ class QAttnCache(Recoverable, Cache):
         return key, value
 
     def allocate(self, like: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Allocate all layers of an empty cache before a call.
+        """Internal: allocate all layers of an empty cache before a call.
 
         Otherwise the call allocates layer by layer. PyTorch's allocator would place layers between the call's
         activations, and later activations would fit less well.
@@ -235,12 +236,12 @@ class QAttnCache(Recoverable, Cache):
             self.pool.allocate(layer.lazy_initialization, key_states, value_states)
 
     def count(self, tokens: int) -> None:
-        """Count on the host `tokens` columns that a replayed CUDA graph writes; `reserve` made room for them."""
+        """Internal: count on the host `tokens` columns that a replayed CUDA graph writes; `reserve` made room."""
         for layer in self.packed:
             layer.count(tokens)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` more columns in every layer, before any layer writes.
+        """Internal: make room for `tokens` more columns in every layer, before any layer writes.
 
         During a CUDA graph capture this does nothing: tokens without room are counted on the device.
 
@@ -252,7 +253,7 @@ class QAttnCache(Recoverable, Cache):
                 layer.reserve(tokens)
 
     def plan(self, tokens: int) -> None:
-        """Make room for `tokens` columns in total, layer by layer, and fix the capacity there.
+        """Internal: make room for `tokens` columns in total, layer by layer, and fix the capacity there.
 
         Raises:
             CapacityError: the capacity is already fixed and too small; nothing was changed.
@@ -385,7 +386,10 @@ class QAttnCache(Recoverable, Cache):
             self.conversation.clear()
 
     def before_capture(self) -> Snapshot:
-        """Return the host-side counts of the packed layers, before a step that writes nothing or is counted later."""
+        """Internal: return the host-side counts of the packed layers.
+
+        The step that follows writes nothing, or is counted later.
+        """
         return Snapshot([Counts({**x.counts(), "replayed_by_others": x.replayed_by_others}) for x in self.packed])
 
     def state_tensors(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ class Screening:
     Attributes:
         specs, constants: specs and constants of all layers of the model, by recipe.
         wholes: KL of each recipe on all packed layers, in nats per token. Empty until `read`.
-        squares: squared errors of attention outputs by recipe and packed layer, of each KV head, fp32 `[Hkv]`. Empty
-            until `read`.
+        squares: squared errors of attention outputs by recipe and packed layer, of each KV head, fp32 `[Hkv]` on the
+            CPU. Empty until `read`.
 
     Raises:
         UnsupportedError: the model has packed sliding windows.
@@ -54,6 +54,7 @@ class Screening:
         """Measure the recipes on rows of text."""
         trials = [[Trial(i, self.specs[name][i], self.constants[name][i]) for i in self.heads] for name in self.names]
         self.wholes = dict(zip(self.names, losses(self.model, trials, reading, self._add), strict=True))
+        self.squares = {name: self._on_cpu(of_recipe) for name, of_recipe in self.squares.items()}
 
     def _add(self, recipe: int, layer: int, error: torch.Tensor) -> None:
         """Add the squared error of some tokens. Does not wait for the device."""
@@ -62,3 +63,9 @@ class Screening:
         square = error.float().square().sum((0, 1, 3)).view(self.heads[layer], -1).sum(1)
         squares = self.squares[self.names[recipe]]
         squares[layer] = squares[layer] + square if layer in squares else square
+
+    def _on_cpu(self, squares: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Move a recipe's squares to the CPU. Waits for the device once, not once for each layer."""
+        device = device_of(self.model)
+        moved = torch.cat([squares[i].to(device) for i in self.heads]).cpu()
+        return dict(zip(self.heads, moved.split(list(self.heads.values())), strict=True))

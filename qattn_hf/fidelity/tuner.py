@@ -138,8 +138,13 @@ class Tuner:
     def options(self, candidates: list[list[str]]) -> list[list[Option]]:
         """Try some candidates of each packed layer. Returns the options of each layer, with bytes and expected KL."""
         names_of = dict(zip(self.layers, candidates, strict=True))
-        errors = {layer: self._errors(layer, list(self.candidates)) for layer in self.layers}
-        measured = self._measured({layer: self._errors(layer, names) for layer, names in names_of.items()})
+        errors = {layer: self._errors(layer) for layer in self.layers}
+        measured = self._measured(
+            {
+                layer: {key: error for key, error in errors[layer].items() if key[0] in names}
+                for layer, names in names_of.items()
+            }
+        )
         losses_of = {layer: estimated(errors[layer], measured[layer]) for layer in self.layers}
         self.trials += [
             {
@@ -190,9 +195,9 @@ class Tuner:
             found[side] = max(0.0, wholes[_variant(name, side)] - whole) / max(sum(more), TINY)
         return found
 
-    def _errors(self, layer: int, names: list[str]) -> dict[HeadKey, float]:
-        """Return the squared errors of what can be tried of some candidates in a layer."""
-        return {key: self._error(layer, *key) for name in names for key in self._keys(layer, name)}
+    def _errors(self, layer: int) -> dict[HeadKey, float]:
+        """Return the squared errors of what can be tried of all candidates in a layer."""
+        return {key: self._error(layer, *key) for name in self.candidates for key in self._keys(layer, name)}
 
     def _keys(self, layer: int, name: str) -> list[HeadKey]:
         """Return what can be tried of a candidate in a layer: no head at 2 bits, and each single head at 2 bits."""

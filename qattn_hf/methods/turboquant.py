@@ -1,7 +1,4 @@
-"""TurboQuant: rotated vectors, a norm and a codebook (paper: Attention-Gated Value Dequantization, Turney).
-
-As in the authors' released code, there is one stage. QJL, which quantizes the residual again, is left out.
-"""
+"""TurboQuant: rotated vectors, a norm and a codebook (paper: Attention-Gated Value Dequantization, Turney)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,10 @@ FormatName = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
 
 
 class TurboQuant(EqualizedMethod):
-    """TurboQuant: rotated keys and values in 2- to 4-bit codebooks, or q8, q4 or unquantized, set for each side."""
+    """TurboQuant: rotated keys and values in 2- to 4-bit codebooks, or q8, q4 or unquantized, set for each side.
+
+    As in the authors' released code, there is one stage. QJL, which quantizes the residual again, is left out.
+    """
 
     variants = (
         {"k_format": "turbo3", "v_format": "q4", "norm_block": None},

@@ -73,6 +73,7 @@ class _Errors:
 
     Args:
         trials: with their indices, one for each row, or group of `rows` rows, of the calls that errors are added to.
+        rows, tokens: number of rows of the text, and tokens of each.
         written: index of the layer that writes the keys and values, by the layer that reads them.
     """
 
@@ -80,6 +81,7 @@ class _Errors:
         self,
         trials: Sequence[Numbered],
         rows: int,
+        tokens: int,
         written: dict[int, int],
         device: str,
         seen: Seen | None,
@@ -93,7 +95,7 @@ class _Errors:
                 readers = (reader for reader, read in written.items() if read == one.layer)
                 members += [Member(at, one.spec, one.constants) for at in (one.layer, *readers)]
                 self.of += [(place, i)] * (len(members) - len(self.of))
-        self.stacked = StackedLayers(members, device)
+        self.stacked = StackedLayers(members, device, tokens)
 
     def __call__(self, call: Call) -> torch.Tensor | None:
         if self.errors is None:
@@ -126,9 +128,9 @@ class _Errors:
 def _read(
     model: PreTrainedModel, trials: Sequence[Numbered], reading: Reading, seen: Seen | None
 ) -> Iterator[torch.Tensor]:
-    rows, device = len(reading.ids), device_of(model)
+    (rows, tokens), device = reading.ids.shape, device_of(model)
     written = {i: own.reads for i, own in enumerate(model_layers(model.config)) if own and own.reads is not None}
-    errors = _Errors(trials, rows, written, device.type, seen)
+    errors = _Errors(trials, rows, tokens, written, device.type, seen)
     ids = reading.ids.to(device)
     found: list[list[torch.Tensor]] = [[] for _ in trials]
     with observed(model, errors, written):

@@ -42,10 +42,11 @@ class Stack:
     constants or sinks become heads. A setting that compares the heads of a layer then has a stack for itself.
     """
 
-    def __init__(self, members: Sequence[int], known: Sequence[Member], by_heads: bool, device_type: str):
+    def __init__(self, members: Sequence[int], known: Sequence[Member], by_heads: bool, device_type: str, tokens: int):
         self.members, self.at = members, [known[i].layer for i in members]
         self.dim = 1 if by_heads else 0
-        self.packed = QAttnLayer(known[members[0]].spec, device_type=device_type)
+        # a layer that grows waits for the device and copies its tensors, at nearly every call
+        self.packed = QAttnLayer(known[members[0]].spec, tokens, device_type)
         first = known[members[0]].constants
         self.packed.constants = {
             name: torch.cat([known[i].constants[name] for i in members], HEADS_DIM[name]) for name in first
@@ -76,10 +77,11 @@ class StackedLayers:
     Args:
         members: the layers.
         device_type: type of the model's device.
+        tokens: most tokens of a row in all calls together.
     """
 
-    def __init__(self, members: Sequence[Member], device_type: str):
-        self.members, self.device_type = members, device_type
+    def __init__(self, members: Sequence[Member], device_type: str, tokens: int):
+        self.members, self.device_type, self.tokens = members, device_type, tokens
         self.stacks: list[Stack] | None = None
 
     def outputs(self, calls: Mapping[int, Call]) -> list[torch.Tensor]:
@@ -103,4 +105,4 @@ class StackedLayers:
             sinks = call.scores.sinks is not None
             key = (by_heads, sinks, spec, shape, call.scores._replace(sinks=None), i if alone else None)
             alike.setdefault(key, []).append(i)
-        return [Stack(members, self.members, key[0], self.device_type) for key, members in alike.items()]
+        return [Stack(part, self.members, key[0], self.device_type, self.tokens) for key, part in alike.items()]
