@@ -386,10 +386,7 @@ class QAttnCache(Recoverable, Cache):
             self.conversation.clear()
 
     def before_capture(self) -> Snapshot:
-        """Internal: return the host-side counts of the packed layers.
-
-        The step that follows writes nothing, or is counted later.
-        """
+        """Internal: host-side counts of the packed layers, before a step that writes nothing or is counted later."""
         return Snapshot([Counts({**x.counts(), "replayed_by_others": x.replayed_by_others}) for x in self.packed])
 
     def state_tensors(self) -> dict[str, Any]:
