@@ -84,7 +84,7 @@ def test_activations_are_what_a_prompt_allocates(rows, tokens):
         layers = [activations.CountedLayer(Geometry(rows, 2, 16, 16, 1, torch.float32), None, {}) for _ in range(3)]
         live = LiveMemory()
         activations.run(shadow, layers, tokens, 0, live)
-    predicted = live.peak - sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
+    predicted = live.peak - sum(tensor.nbytes for layer in layers for tensor in layer.stock.values())
     assert predicted == pytest.approx(measured, rel=0.02)  # attention on a CPU needs additional working memory
 
 

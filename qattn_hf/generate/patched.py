@@ -45,7 +45,7 @@ class Patched:
 
     Attributes:
         specs: a `LayerSpec` for each packed layer, a `ModelLayerSpec` for each unpacked one.
-        beside: attention implementation of the unpacked layers; None if all layers are packed.
+        unpacked_attention: attention implementation of the unpacked layers; None if all layers are packed.
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
         attn_implementations: each config of the model with its attention implementation before `patch`.
         packed_implementations: the same after `patch`.
@@ -65,7 +65,7 @@ class Patched:
 
     recipe: Recipe
     specs: list[LayerSpec | ModelLayerSpec]
-    beside: str | None
+    unpacked_attention: str | None
     device_type: str
     attn_implementations: list[tuple[PretrainedConfig, str | None]]
     runner: Runner
@@ -92,7 +92,9 @@ class Patched:
         if not self.recipe.settings.packs():
             return stock_cache.register(self.packed[0])
         windows = any(isinstance(spec, WindowLayerSpec) for spec in self.specs)
-        return attention.register(windows) if self.beside is None else model_attention.register(self.beside, windows)
+        if self.unpacked_attention is None:
+            return attention.register(windows)
+        return model_attention.register(self.unpacked_attention, windows)
 
     @property
     def packs_now(self) -> bool:

@@ -152,7 +152,7 @@ def room_to_reorder(layer: Packed) -> int:
 
 def _one_by_one(layer: Packed) -> Tensors:
     """Return the tensors of a layer that no kernel reorders; their rows are moved one by one."""
-    return (layer.beside() if layer.spec.impl == "triton" else layer.state_tensors()).values()
+    return (layer.outside_arena() if layer.spec.impl == "triton" else layer.state_tensors()).values()
 
 
 def check_beams(layer: HasRows, beam_idx: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
         LinearAttentionLayer.reset(self)
         QAttnLayer.reset(self)
 
-    def beside(self) -> dict[str, tuple[torch.Tensor, int | None]]:
+    def outside_arena(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         return state_tensors(self)
 
     def mark(self, bytes_too: bool) -> Mark:

@@ -245,11 +245,11 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         """Return every tensor of the layer by name, with its batch dimension (None: shared by all rows)."""
         if not self.is_initialized:
-            return self.beside()
+            return self.outside_arena()
         packed = {name: (self.state[name], spec.batch_dim) for name, spec in self.tensor_specs().items()}
-        return packed | self.beside()
+        return packed | self.outside_arena()
 
-    def beside(self) -> dict[str, tuple[torch.Tensor, int | None]]:
+    def outside_arena(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         """Return the tensors of `state_tensors` that are not in the arena; none in this class."""
         return {}
 

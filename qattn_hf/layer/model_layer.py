@@ -26,8 +26,8 @@ def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
     """Return every tensor of a Transformers cache layer by name, with its batch dimension, 0."""
     found: dict[str, tuple[torch.Tensor, int | None]] = {}
     for name in STATE:
-        held = vars(layer).get(name)  # a hybrid layer has no tensors `keys` and `values`
-        for part, tensor in held.items() if isinstance(held, dict) else ((None, held),):
+        value = vars(layer).get(name)  # a hybrid layer has no tensors `keys` and `values`
+        for part, tensor in value.items() if isinstance(value, dict) else ((None, value),):
             if tensor is not None and tensor.dim() > 1:  # empty keys have one dimension
                 found[name if part is None else f"{name}.{part}"] = (tensor, 0)
     return found
@@ -35,8 +35,8 @@ def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
 
 def host_state(layer: Any) -> dict[str, Any]:
     """Return the attributes `HOST` of a Transformers cache layer as JSON values: dicts become lists."""
-    held = {name: getattr(layer, name) for name in HOST if hasattr(layer, name)}
-    return {name: [*value.values()] if isinstance(value, dict) else value for name, value in held.items()}
+    values = {name: getattr(layer, name) for name in HOST if hasattr(layer, name)}
+    return {name: [*value.values()] if isinstance(value, dict) else value for name, value in values.items()}
 
 
 def restore(layer: Any, tensors: dict[str, torch.Tensor], host: dict[str, Any]) -> None:
@@ -72,10 +72,10 @@ def rows_of(layer: Any, rows: torch.Tensor) -> Rows:
             return tensor
         return tensor.index_select(0, rows.to(tensor.device))
 
-    held = {name: value for name, value in vars(layer).items() if name in STATE}
+    states = {name: value for name, value in vars(layer).items() if name in STATE}
     return {
         name: {part: chosen(x) for part, x in value.items()} if isinstance(value, dict) else chosen(value)
-        for name, value in held.items()
+        for name, value in states.items()
     }
 
 
@@ -165,8 +165,8 @@ class SlidingLayer(ModelLayer, DynamicSlidingWindowLayer):
     """Keys and values of the last tokens, up to the size of the layer's window or chunk."""
 
     def _holds(self, count: int) -> bool:
-        held = 0 if self.keys is None else self.keys.shape[-2]
-        return held >= count + min(self.cumulative_length - count, self.sliding_window - 1)
+        tokens = 0 if self.keys is None else self.keys.shape[-2]
+        return tokens >= count + min(self.cumulative_length - count, self.sliding_window - 1)
 
     def crop(self, tokens_to_remove: int) -> None:
         if self.is_initialized and (tokens_to_remove or self.record_past):
@@ -178,7 +178,7 @@ class StateLayer(ModelLayer, LinearAttentionLayer):
 
     def _holds(self, count: int) -> bool:
         return self.is_croppable and all(
-            held.shape[-1] >= count + self.conv_kernel_size[i] for i, held in self.conv_states.items()
+            state.shape[-1] >= count + self.conv_kernel_size[i] for i, state in self.conv_states.items()
         )
 
     def crop(self, tokens_to_remove: int) -> None:

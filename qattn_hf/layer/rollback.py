@@ -61,11 +61,11 @@ class Crop(NamedTuple):
         return self.drop > 0 == self.left
 
 
-def plan_layer(layer: Packed, count: int, held: tuple[int, int] | None = None) -> Crop:
+def plan_layer(layer: Packed, count: int, known: tuple[int, int] | None = None) -> Crop:
     """Plan a crop of a packed layer: -n removes the last n columns of every row; n > 0 keeps the first n columns.
 
     Args:
-        held: the layer's `columns`, if the caller knows them.
+        known: the layer's `columns`, if the caller knows them.
 
     Raises:
         UnsupportedError: a removed column belongs to a call with padding; the earlier state cannot be restored; or an
@@ -74,7 +74,7 @@ def plan_layer(layer: Packed, count: int, held: tuple[int, int] | None = None) -
     layer.check_ended()
     if not layer.is_initialized:
         return Crop(0, 0)
-    seen, padded = columns(layer) if held is None else held
+    seen, padded = columns(layer) if known is None else known
     plan = _plan(seen, count)
     if plan.drop and plan.left:
         if plan.left < padded:
@@ -93,7 +93,7 @@ def plan_cache(layers: Sequence[Packed | ModelLayer], count: int, seen: int) -> 
         seen: columns fed to the cache, used only for unpacked layers.
     """
     packed = [layer for layer in layers if not isinstance(layer, ModelLayer)]
-    held = columns(packed[0]) if len({layer.edits for layer in packed}) == 1 and packed[0].is_initialized else None
+    known = columns(packed[0]) if len({layer.edits for layer in packed}) == 1 and packed[0].is_initialized else None
     plans = []
     for layer in layers:
         if isinstance(layer, ModelLayer):
@@ -101,7 +101,7 @@ def plan_cache(layers: Sequence[Packed | ModelLayer], count: int, seen: int) -> 
             if plan.drop and plan.left:
                 layer.check_crop(plan.drop)
         else:
-            plan = plan_layer(layer, count, held)
+            plan = plan_layer(layer, count, known)
         plans.append(plan)
     return plans
 

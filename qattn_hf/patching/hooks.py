@@ -292,7 +292,8 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
     model._get_candidate_generator = BoundMethod(candidate_generator, model)
-    if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # otherwise several kinds
+    # otherwise layers need several kinds of masks
+    if patched.unpacked_attention is None and not hasattr(type(model), "create_masks_for_generate"):
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         masks = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
         model.create_masks_for_generate = BoundMethod(masks, model)

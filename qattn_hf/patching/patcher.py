@@ -75,9 +75,9 @@ def patch(
     if not packs:
         check_full(model)
     runner = runner_of_model(model, chosen.settings.decode, own) if packs else Runner("stock", STEPS)
-    beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
+    unpacked_attention, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     window = narrowest(model.config.get_text_config(decoder=True))
-    patched = Patched(chosen, specs, beside, device_type, [], runner, window=window, sizes=sizes)
+    patched = Patched(chosen, specs, unpacked_attention, device_type, [], runner, window=window, sizes=sizes)
     patched.constants = _unpatched_constants(model, specs)
     if model_constants.from_weights(specs):
         patched.weights = weights_of(decoder_of(model))

@@ -75,7 +75,7 @@ class CountedLayer(CacheLayerMixin):
 
     Attributes:
         past: tokens that each row holds.
-        held: keys and values of a `DynamicCache`, which grows by copying.
+        stock: keys and values of a `DynamicCache`, which grows by copying.
     """
 
     is_sliding = False
@@ -85,7 +85,7 @@ class CountedLayer(CacheLayerMixin):
     ):
         super().__init__()
         self.geometry, self.spec, self.past, self.plans, self.shared = geometry, spec, 0, plans, shared
-        self.held: dict[str, torch.Tensor] = {}
+        self.stock: dict[str, torch.Tensor] = {}
         if spec is not None:
             self.layout = Layout(geometry, spec)
             self.arena = torch.empty(places(self.layout)[1], dtype=torch.uint8, device=META)
@@ -98,7 +98,7 @@ class CountedLayer(CacheLayerMixin):
         if self.spec is None:
             for side, new in (("keys", key_states), ("values", value_states)):
                 shape = (*new.shape[:2], self.past + new.shape[2], new.shape[3])
-                self.held[side] = torch.empty(shape, dtype=new.dtype, device=META)
+                self.stock[side] = torch.empty(shape, dtype=new.dtype, device=META)
         handle = Handle(self, key_states, value_states)
         return handle, handle
 

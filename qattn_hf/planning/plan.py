@@ -221,8 +221,8 @@ class Planner:
                     kept = [torch.empty(n, dtype=torch.uint8, device="meta") for n in rewritten if past and tokens > 1]
                 activations.run(model, layers, tokens, past, live)
                 del kept
-        held = sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
-        return live, allocator, cache or held
+        stock = sum(tensor.nbytes for layer in layers for tensor in layer.stock.values())
+        return live, allocator, cache or stock
 
     @contextmanager
     def _counted(self) -> Iterator[PreTrainedModel]:

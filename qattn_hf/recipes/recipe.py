@@ -171,8 +171,8 @@ class Recipe:
         self._check_choices(layers)
         try:
             unquantized = partial(packed, settings=self._unquantized())
-            kept = decide(own, self.settings, device_type, packed, unquantized, paged)
-            specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
+            decided = decide(own, self.settings, device_type, packed, unquantized, paged)
+            specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(decided)])
         except UnsupportedError:
             raise
         except ValueError as error:

@@ -75,9 +75,9 @@ def why_stock(
         return f"steps are eager on a {device_type}"
     if settings.decode == "eager":
         return "steps are eager with decode='eager'"
-    chosen = [packed if kept is None else unquantized if kept.window is not None else None for kept in own]
+    chosen = [packed if layer is None else unquantized if layer.window is not None else None for layer in own]
     specs = [spec_of(i) for i, spec_of in enumerate(chosen) if spec_of is not None]
-    if other := next((kept for kept in own_states([*own, *specs]) if getattr(kept, "window", None) is None), None):
+    if other := next((spec for spec in own_states([*own, *specs]) if getattr(spec, "window", None) is None), None):
         return f"steps are eager with {other}"
     if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
         return "memory does not support packed windows"

@@ -83,9 +83,9 @@ def save(cache: Saveable, path: str | Path, input_ids: torch.Tensor | None = Non
         tensors["input_ids"] = input_ids.to("cpu", torch.int64).contiguous()
     layers = []
     for i, layer in enumerate(cache.layers):
-        row, held = _layer_out(layer)
+        row, stored = _layer_out(layer)
         layers.append(row)
-        tensors |= {f"{i}.{name}": tensor for name, tensor in held.items()}
+        tensors |= {f"{i}.{name}": tensor for name, tensor in stored.items()}
     offsets = cache.conversation.offsets
     tensors |= {f"offset.{n}": x.to("cpu", torch.int64).contiguous() for n, x in offsets.items() if x is not None}
     header = {
@@ -168,11 +168,11 @@ def fill(cache: Saveable, path: str | Path, model: PreTrainedModel, verify: bool
         slots = check_tensors(cache.layers, specs, header, tensors, model, path)
         devices = layer_devices(model, len(specs))
         for i, (layer, row) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-            held = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{i}.")}
-            if (arena := held.pop("arena", None)) is not None:
+            stored = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{i}.")}
+            if (arena := stored.pop("arena", None)) is not None:
                 layer.borrow(arena.to(devices[i]), _geometry(row), specs[i], slots[i])
             # Transformers writes unpacked states in place, so these are copied at once
-            restore(layer, {name: tensor.clone().to(devices[i]) for name, tensor in held.items()}, row["host"])
+            restore(layer, {name: tensor.clone().to(devices[i]) for name, tensor in stored.items()}, row["host"])
     cache.input_ids, offsets = tensors.get("input_ids"), {n: tensors.get(f"offset.{n}") for n in header["offsets"]}
     cache.conversation.take({n: None if x is None else x.clone().to(device_of(model)) for n, x in offsets.items()})
     cache.writer.note(model)

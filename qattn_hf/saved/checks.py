@@ -128,14 +128,14 @@ def check_tensors(
     left, slots = {**tensors}, [0] * len(layers)
     _check_tokens(left, header, path)
     for i, (layer, row) in enumerate(zip(layers, header["layers"], strict=True)):
-        held = {name.split(".", 1)[1]: left.pop(name) for name in [*left] if name.startswith(f"{i}.")}
-        if (arena := held.pop("arena", None)) is not None or row.get("geometry"):
+        stored = {name.split(".", 1)[1]: left.pop(name) for name in [*left] if name.startswith(f"{i}.")}
+        if (arena := stored.pop("arena", None)) is not None or row.get("geometry"):
             if isinstance(layer, ModelLayer) or arena is None or not row.get("geometry"):
                 raise unusable(path, f"layer {i} has an arena without sizes, or sizes without an arena")
             slots[i] = _check_arena(arena, Layout(geometry_of(row), specs[i]), header, f"layer {i}", path)
-        _check_own(layer, row["host"], held, header, f"layer {i}", path)
-        if {"keys", "values"} & {*held}:
-            _check_window(layer, row["host"], held, header["tokens"], head_sizes(model.config, i), f"layer {i}", path)
+        _check_own(layer, row["host"], stored, header, f"layer {i}", path)
+        if {"keys", "values"} & {*stored}:
+            _check_window(layer, row["host"], stored, header["tokens"], head_sizes(model.config, i), f"layer {i}", path)
     if left:
         raise unusable(path, f"no layer has a tensor {cut(next(iter(left)), 100)}")
     return slots
@@ -167,20 +167,20 @@ def _check_tokens(left: Tensors, header: dict[str, Any], path: str | Path) -> No
 
 
 def _check_own(
-    layer: Any, host: dict[str, Any], held: Tensors, header: dict[str, Any], where: str, path: str | Path
+    layer: Any, host: dict[str, Any], stored: Tensors, header: dict[str, Any], where: str, path: str | Path
 ) -> None:
     """Check an unpacked layer's state: its names, its rows, and the types of its attributes."""
     own = isinstance(layer, (ModelLayer, HybridLayer))
     fresh = host_state(layer) if own else {}
     if {*host} != {*fresh} or any(_count(host[name]) != _count(fresh[name]) for name in fresh):
         raise unusable(path, f"{where} has other attributes than {', '.join(sorted(fresh)) or 'none'}")
-    for name, x in held.items():
+    for name, x in stored.items():
         if not (own and _has_state(layer, name)):
             raise unusable(path, f"{where} has no tensor {cut(name, 100)}")
         if not x.is_floating_point() or x.dim() < 2 or x.shape[0] != header["rows"] or not x.numel():
             raise unusable(path, f"{name} of {where} is {_shape(x)}")
     for states in ("conv_states", "recurrent_states"):
-        if f"is_{states}_initialized" in host and not _agree(states, host, held):
+        if f"is_{states}_initialized" in host and not _agree(states, host, stored):
             raise unusable(path, f"{states} of {where} do not match its attributes")
 
 
@@ -191,11 +191,11 @@ def _has_state(layer: Any, name: str) -> bool:
     return part in map(str, empty) if isinstance(empty, dict) else empty is None and not part
 
 
-def _agree(states: str, host: dict[str, Any], held: Tensors) -> bool:
+def _agree(states: str, host: dict[str, Any], stored: Tensors) -> bool:
     """Whether the states of linear attention that are there are those that the attributes tell of, and long enough."""
     flags, sizes = host[f"is_{states}_initialized"], host["conv_kernel_size"]
     for i, (there, size) in enumerate(zip(flags, sizes, strict=True)):
-        state = held.get(f"{states}.{i}")
+        state = stored.get(f"{states}.{i}")
         if (state is not None) is not there:
             return False
         if states == "conv_states" and state is not None and (size is None or size > state.shape[-1]):
@@ -204,10 +204,10 @@ def _agree(states: str, host: dict[str, Any], held: Tensors) -> bool:
 
 
 def _check_window(
-    layer: Any, host: dict[str, Any], held: Tensors, tokens: int, sizes: HeadSizes, where: str, path: str | Path
+    layer: Any, host: dict[str, Any], stored: Tensors, tokens: int, sizes: HeadSizes, where: str, path: str | Path
 ) -> None:
     """Check the keys and values of a window, for rows of `tokens` tokens."""
-    keys, values = (held.get(name, torch.empty(0, device="cpu")) for name in ("keys", "values"))
+    keys, values = (stored.get(name, torch.empty(0, device="cpu")) for name in ("keys", "values"))
     shapes = [(sizes.kv, x.shape[2], dim) for x, dim in ((keys, sizes.dim), (values, sizes.v_dim)) if x.dim() == 4]
     if [tuple(x.shape[1:]) for x in (keys, values)] != shapes or keys.shape[2] != values.shape[2]:
         raise unusable(path, f"keys and values of {where} are {_shape(keys)} and {_shape(values)}")

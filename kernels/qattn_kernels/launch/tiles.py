@@ -56,11 +56,11 @@ def prefill_bytes(size: PrefillSizes, width: int, chip: Chip) -> int:
     """
     k, v = 1 if size.K_INT8 else width, 1 if size.V_INT8 or size.V_FP8 else width
     queries = size.BM * size.DP * k
-    beside = SLOT * (2 + size.K_INT8 + size.V_INT8 + (size.SMOOTH_Q != "none"))
+    slot_bytes = SLOT * (2 + size.K_INT8 + size.V_INT8 + (size.SMOOTH_Q != "none"))
 
     def loop(slots: int) -> int:
         keys, values = slots * size.DP * k, slots * size.DVP * v
-        flying = (size.STAGES - 1) * slots * beside
+        flying = (size.STAGES - 1) * slots * slot_bytes
         if chip.wgmma:  # wgmma reads a tile where it was loaded
             return flying + size.STAGES * (keys + values)
         # Other GPUs read operands from registers. Weights, and operands that were not in flight, pass through shared

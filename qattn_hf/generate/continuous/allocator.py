@@ -55,7 +55,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
             bytes_per_page=pages.block_bytes // len(kwargs["layer_indices"]),
             allow_block_sharing=kwargs["allow_block_sharing"],
         )
-        self.held: dict[str, int] = {}  # row of each request
+        self.slot_of: dict[str, int] = {}  # row of each request
         self.new: set[str] = set()  # requests whose row is still unwritten
         self.to_copy: list[tuple[int, int]] = []  # rows of forked requests: (source, target)
         self.to_begin: list[tuple[int, int]] = []  # (row of a kept prefix, row of the request that begins with it)
@@ -97,26 +97,26 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         super().allocate_cache_to_request(request_id, past_length, query_length)
-        if request_id not in self.held:
-            self.held[request_id] = self.free_slots()[0]
+        if request_id not in self.slot_of:
+            self.slot_of[request_id] = self.free_slots()[0]
             self.new.add(request_id)
 
     def free_slots(self) -> list[int]:
         """Return the rows that no request holds."""
-        return sorted(set(range(self.slots)) - set(self.held.values()))
+        return sorted(set(range(self.slots)) - set(self.slot_of.values()))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
-        if request_id in self.held:
-            slot = self.held.pop(request_id)
+        if request_id in self.slot_of:
+            slot = self.slot_of.pop(request_id)
             self.ended.add(slot)
             self.to_begin = [pair for pair in self.to_begin if pair[1] != slot]
         self.new.discard(request_id)
 
     def free_all_requests(self) -> None:
         super().free_all_requests()
-        self.ended.update(self.held.values())
-        self.held.clear()
+        self.ended.update(self.slot_of.values())
+        self.slot_of.clear()
         self.new.clear()
         self.to_copy.clear()
         self.to_begin.clear()
@@ -125,7 +125,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def begin_with(self, request_id: str, name: str) -> None:
         """Start a request from a kept prefix: it gets a copy of the prefix's row and shares the prefix's pages."""
-        self.held[request_id] = slot = self.free_slots()[0]
+        self.slot_of[request_id] = slot = self.free_slots()[0]
         self.to_begin.append((self.prefixes.kept[name], slot))
         self.block_table[request_id] = list(self.block_table[name])
         for block in self.block_table[name]:
@@ -145,7 +145,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         for block in self.block_table[name]:
             self.ledger.acquire(block)
         self.prefixes.kept[name] = row
-        held = Held(self.held[request_id], past, 0, self.pages_of(request_id), False)
+        held = Held(self.slot_of[request_id], past, 0, self.pages_of(request_id), False)
         self.to_keep.append((name, held, drop))
 
     def forget(self, name: str) -> None:
@@ -166,15 +166,15 @@ class PackedAllocator(FullAttentionCacheAllocator):
                 self.forget(name)
 
     def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> Any:
-        slot = self.held[dest_request_id] = self.free_slots()[0]
-        self.to_copy.append((self.held[source_request_id], slot))
+        slot = self.slot_of[dest_request_id] = self.free_slots()[0]
+        self.to_copy.append((self.slot_of[source_request_id], slot))
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
     def unfinished_forks(self) -> list[str]:
         """Return and forget the forked requests whose rows are not copied yet."""
         slots = {slot for _, slot in self.to_copy}
         self.to_copy.clear()
-        return [request_id for request_id, slot in self.held.items() if slot in slots]
+        return [request_id for request_id, slot in self.slot_of.items() if slot in slots]
 
     def clear_pages(self) -> None:
         """Clear the masks of returned blocks on the forward's stream, before the forward writes to the blocks.

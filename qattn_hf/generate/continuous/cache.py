@@ -133,7 +133,7 @@ class PagedCache(PagedAttentionCache):
         free = self.pool.num_free_sectors * allocator.blocks_per_sector + self.pool.count_free_blocks(allocator.index)
         cached = len(allocator.ledger.cached_blocks) + self._blocks_of(True) - self._blocks_of(False)
         used = max(0, allocator.num_blocks - free - cached)
-        packed = used * allocator.bytes_per_block + len(allocator.held) * int(self.figures["bytes_per_request"])
+        packed = used * allocator.bytes_per_block + len(allocator.slot_of) * int(self.figures["bytes_per_request"])
         return {"blocks_used": used, "blocks_cached": cached, "bytes_packed": packed}
 
     def _blocks_of(self, prefixes: bool) -> int:
@@ -191,7 +191,7 @@ class PagedCache(PagedAttentionCache):
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         allocator = self.allocator
-        if state.request_id not in allocator.held and not allocator.free_slots():
+        if state.request_id not in allocator.slot_of and not allocator.free_slots():
             return False
         return bool(super().can_store_request_tokens(state, request_len, dry_run))
 
@@ -255,7 +255,7 @@ class PagedCache(PagedAttentionCache):
         allocator = self.allocator
         self.requests = [
             Held(
-                allocator.held[one.state.request_id],
+                allocator.slot_of[one.state.request_id],
                 one.state.position_offset,
                 one.query_length,
                 allocator.pages_of(one.state.request_id),
@@ -266,7 +266,7 @@ class PagedCache(PagedAttentionCache):
         allocator.new.difference_update(one.state.request_id for one in requests if one.query_length)
         if self.figures["unread"] and any(one.tokens and one.past >= self.closes for one in self.requests):
             self.figures["unread"] = False
-        for key, now in (("most_requests", len(allocator.held)), ("most_blocks", self._blocks_of(False))):
+        for key, now in (("most_requests", len(allocator.slot_of)), ("most_blocks", self._blocks_of(False))):
             self.figures[key] = max(self.figures[key], now)
         for made in ("batch", "offsets"):
             self.__dict__.pop(made, None)
