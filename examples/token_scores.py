@@ -22,13 +22,19 @@ SMOOTHED = 7  # neighbours that share a score, so that words stay whole
 Scores = list[torch.Tensor | None]
 
 
-def all_keys(cache: QAttnCache) -> Scores:
-    """Return the keys of each layer, `[B, Hkv, columns, D]`; None for layers that cannot be pruned."""
-    found: Scores = []
+def all_keys(cache: QAttnCache) -> list[torch.Tensor | None]:
+    """Return the keys of each layer, `[B, Hkv, columns, D]`; None for layers that cannot be pruned.
+
+    Raises:
+        UnsupportedError: no layer can be pruned.
+    """
+    found: list[torch.Tensor | None] = []
     for layer in range(len(cache.layers)):
         try:
             found.append(cache.read(layer)[0])
         except UnsupportedError:
+            if layer == len(cache.layers) - 1 and not any(keys is not None for keys in found):
+                raise
             found.append(None)
     return found
 

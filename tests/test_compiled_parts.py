@@ -84,6 +84,18 @@ def test_the_steps_before_the_change_are_dropped(fake: FakeGraphs, backend: Back
     assert held.sequences.shape[1] == IDS.shape[1] + 6
 
 
+def test_a_changed_model_pays_again_before_it_compiles(fake: FakeGraphs, backend: Backend):
+    model, few = model_of(), {**GREEDY, "max_new_tokens": 5}
+    model.generate(IDS, **GREEDY)
+    assert path(model) == ALL
+    compiled = backend.compiled
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
+    model.generate(IDS, **few)
+    assert path(model) == ("graph", None) and backend.compiled == compiled
+    model.generate(IDS, **GREEDY)
+    assert path(model) == ALL
+
+
 def test_each_kind_of_step_counts_its_replays(fake: FakeGraphs, backend: Backend):
     model = model_of()
     model.generate(IDS, **GREEDY)

@@ -206,6 +206,8 @@ def test_the_scores_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch, mod
     with torch.no_grad():
         out = stock(ids, output_attentions=True)
     model = patch(tiny(model_type), "none", family=False)
+    with pytest.raises(UnsupportedError):
+        scores.key_norms(QAttnCache.for_model(model))  # nothing is read yet
     with scores.last_queries(model) as queries:
         cache = filled(model, ids)
     assert len(queries) == len(cache.layers)

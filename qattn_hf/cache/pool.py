@@ -45,7 +45,7 @@ class Pool:
         graphs: the CUDA graphs of these steps; they never run at the same time and share one memory pool.
         refused: the reason found at run time why this model is not captured; else None.
         watched: True if a step of this model has run under `SyncWatch`.
-        replays: captured steps that ran, by the signature of their inputs.
+        replays: captured steps that ran since the model last changed, by the signature of their inputs.
         parts: the model's `CompiledParts`; None before any were compiled.
         unfused: the reason found at run time why parts of this model are not compiled; else None.
     """
@@ -140,6 +140,7 @@ class Pool:
                 self.steps.clear()
                 self.refused, self.watched = None, False
                 self.parts = self.unfused = None
+                self.replays.clear()  # compiling again must pay again
 
     def clear(self) -> None:
         """Free the idle arenas and the captured steps."""

@@ -108,7 +108,7 @@ class Report:
           `decode_reason`: why steps are not a graph, which parts of a `fused` one are compiled, why parts of a `graph`
           could not be compiled, or None.
         - `unpacked_call`: why the model's last call attended in full precision, as before `patch`, or None. The other
-          figures are those of the last packed call.
+          figures describe the last packed call.
         - `configurations`: why kernels use the launch configurations of another GPU, or None.
         - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt, or None.
         - `packed_tokens`, `open_tokens`: tokens in closed blocks, and open tokens, of all rows in the packed layer that

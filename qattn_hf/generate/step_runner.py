@@ -97,11 +97,8 @@ def step_runner(model: PreTrainedModel, call: Call) -> Runner:
         return Runner("eager", "it exits early, to draft for itself")
     if call.compile_config is not None:
         return Runner("compile", "the caller gave a compile_config")
-    if (
-        usual.captures
-        and patched.recipe.settings.decode not in ("graph", "fused")
-        and (hook := capture.python_hook(model))
-    ):
+    strict = patched.recipe.settings.decode in capture.STRICT
+    if usual.captures and not strict and (hook := capture.python_hook(model)):
         reason = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
         patched.notices.of_eager(reason)
         return Runner(_without_capture(usual), reason)

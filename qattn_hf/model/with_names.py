@@ -11,7 +11,7 @@ from typing import Any
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """Return a copy of `function` whose module globals have these names replaced.
 
-    Nothing of the module changes. Decorators are dropped: those of Transformers rename old arguments, or turn off
+    Nothing of the module changes. Decorators are dropped. In Transformers they rename old arguments, or turn off
     gradients, which are off in `generate`.
     """
     own: Any = inspect.unwrap(function)

@@ -47,8 +47,8 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _product(a, b, C: tl.constexpr):
-    """Multiply `a` with the columns `[n, Q]` of `b`, exactly. Products of fp32 run without tensor cores, so they need
-    no eight columns."""
+    """Multiply `a` with the columns `[n, Q]` of `b`, exactly. Only tensor cores need eight columns, and
+    products of fp32 run without them."""
     if b.dtype == tl.float32:
         return tl.dot(a, b, input_precision="ieee")
     else:
