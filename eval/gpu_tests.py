@@ -7,14 +7,13 @@ no GPU, so their results are kept in `eval/results/gpu-tests.json`. The command 
 without a GPU.
 
 Arguments go to pytest, such as files to run instead of all. List the files of a folder together: pytest loses the
-fixtures of a folder that it enters twice. `-n 8` runs tests in eight processes. Tests of one `xdist_group`, such as
-tests that need much memory, share a process.
+fixtures of a folder that it enters twice. `-n 8` runs tests in eight processes. Tests with the mark `large_memory` run
+after the others, in three processes at most, because each takes up to 20 GB of the GPU.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
+AT_ONCE = 3  # tests with the mark `large_memory` that fit a GPU of 80 GB
 
 
 def gpu_tests(folder: Path) -> list[Path]:
@@ -38,7 +38,7 @@ class Rows:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes.append(report.outcome)
-            file, _, test = re.sub(r"@\w+$", "", report.nodeid).rpartition(".py::")  # less the group that xdist adds
+            file, _, test = report.nodeid.rpartition(".py::")
             row = {
                 "file": Path(file).name,
                 "test": test,
@@ -52,9 +52,14 @@ def main(arguments: list[str]) -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_tests: these tests need a CUDA GPU")
     rows = Rows()
-    options = ["-q", "-p", "no:cacheprovider", "-m", "gpu", "--dist", "loadgroup"]
     files = [] if any(".py" in text for text in arguments) else map(str, gpu_tests(TESTS))
-    code = pytest.main([*options, *files, *arguments], plugins=[rows])
+    options = ["-q", "-p", "no:cacheprovider", *files, *arguments]
+    few = ["-n", str(AT_ONCE)] if "-n" in arguments else []
+    codes = [
+        pytest.main([*options, "-m", "gpu and not large_memory"], plugins=[rows]),
+        pytest.main([*options, *few, "-m", "gpu and large_memory"], plugins=[rows]),
+    ]
+    code = next((code for code in codes if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)), 0)
     if not code and "passed" not in rows.outcomes:
         sys.exit("gpu_tests: no test ran")
     sys.exit(code)

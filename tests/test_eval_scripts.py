@@ -283,7 +283,7 @@ MARKED = """
 import pytest
 
 @pytest.mark.{mark}
-@pytest.mark.xdist_group("memory")
+@pytest.mark.large_memory
 def test_large(): pass
 
 @pytest.mark.{mark}
@@ -294,10 +294,10 @@ def test_other(): raise AssertionError
 
 
 def test_gpu_tests_are_chosen_by_their_mark(tmp_path, monkeypatch, capfd):
-    """Not by a file's name; a group's tests are named as the others."""
+    """Not by a file's name; tests that take much memory run too, after the others."""
     (tmp_path / "test_a.py").write_text(MARKED.format(mark="gpu"))
     (tmp_path / "test_cuda.py").write_text("import a_library_that_is_not_installed")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    large_memory\n")
     monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="need a CUDA GPU"):
         gpu_tests.main([])
@@ -308,7 +308,7 @@ def test_gpu_tests_are_chosen_by_their_mark(tmp_path, monkeypatch, capfd):
             gpu_tests.main([*processes, "-c", str(tmp_path / "pytest.ini")])
         rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
         assert ended.value.code == 0, rows
-        assert sorted(row["test"] for row in rows) == ["test_large", "test_small"]
+        assert [row["test"] for row in rows] == ["test_small", "test_large"]
 
 
 def test_every_mixed_recipe_is_shown_beside_its_parents():

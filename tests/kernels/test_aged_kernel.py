@@ -61,7 +61,7 @@ def test_long_contexts_of_two_widths(stage, aged, pieces, dim):
 
 
 @needs_gpu
-@pytest.mark.xdist_group("memory")  # the reference holds all scores of a call
+@pytest.mark.large_memory  # the reference holds all scores of a call
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_long_context_stage_by_stage(dim):
     """One layer of 32k tokens, packed again between its steps; the bits of each side only fall."""

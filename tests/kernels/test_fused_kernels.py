@@ -352,7 +352,7 @@ def test_sinks_come_and_go_over_a_long_text(case: Case):
 
 
 @needs_gpu
-@pytest.mark.xdist_group("memory")  # up to 20 GB each: one process runs them, one after another
+@pytest.mark.large_memory
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_offsets_beyond_two_to_the_31(case: Case):
     """The second row starts after more elements than 32 bits can count."""
