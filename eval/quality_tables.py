@@ -174,7 +174,11 @@ TABLES = (
     Table("pruning", "pruning-*",
           "| setting || KL, {kept} | MiB |",
           "| `{method}` || {kl:.4f} | {kv_bytes:MiB.1f} |",
-          each(kept=_kept), "kept", split="**{model}**"),
+          each(lambda row: "kl" in row, kept=_kept), "kept", split="**{model}**"),
+    Table("pruned-keys", "pruning-*",
+          "| setting || {kept} |",
+          "| `{method}` || {pass_keys} of {asked} |",
+          each(lambda row: "pass_keys" in row, kept=_kept), "kept", split="**{model}, {prompt} tokens**"),
     Table("tune", "tune",
           "| model | recipe | on | predicted KL | KL | bits, closed | bits, all |",
           "| {model} | {method} | {on} | {predicted_kl:.6f} | {kl:.6f}{kl_se: (.6f)} | {effective_bits:.3f} "

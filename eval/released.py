@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from checkpoints import CHECKPOINTS, fetch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qattn_hf import patch, report, unpatch
 from qattn_hf.methods import measured_settings
@@ -98,8 +98,7 @@ def load(task: Task) -> Model:
     module = AutoModelForCausalLM.from_pretrained(task.folder, dtype=dtype).to(task.device).eval()
     module.generation_config.eos_token_id, module.generation_config.pad_token_id = None, 0
     tokenizer = AutoTokenizer.from_pretrained(task.folder)
-    # Gemma was trained with this token in front of each text, and errs much without
-    begin = [tokenizer.bos_token_id] if module.config.model_type.startswith("gemma") else []
+    begin = beginning(tokenizer)
 
     def encoded(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
@@ -111,19 +110,25 @@ def load(task: Task) -> Model:
     book = encoded(Path(task.book).read_text(encoding="utf-8")) if task.needles else []
     generator = random.Random(5)
     needles = {
-        tokens: [_needle(encoded, begin, book, tokens, generator) for _ in range(KEYS)] for tokens in task.needles
+        tokens: [needle(encoded, begin, book, tokens, generator) for _ in range(KEYS)] for tokens in task.needles
     }
     return Model(Path(task.folder).name, module, torch.tensor(rows, device=task.device), needles)
 
 
-def _needle(encoded: Any, begin: list[int], book: list[int], tokens: int, generator: random.Random) -> Needle:
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens in front of each text. Gemma was trained with one, and errs much without."""
+    begin: list[int] = tokenizer("").input_ids
+    return begin
+
+
+def needle(encoded: Any, begin: list[int], book: list[int], tokens: int, generator: random.Random) -> Needle:
     """Make a prompt of exactly `tokens` tokens: part of the book with the key in its middle, and the question."""
     key = "".join(str(generator.randint(1, 9)) for _ in range(5))
-    head, needle, tail = map(encoded, (HEAD, NEEDLE.format(key=key), TAIL))
-    room = tokens - len(head) - len(needle) - len(tail) - len(begin)
+    head, line, tail = map(encoded, (HEAD, NEEDLE.format(key=key), TAIL))
+    room = tokens - len(head) - len(line) - len(tail) - len(begin)
     start = generator.randrange(len(book) - room)
     cut = start + int(room * generator.uniform(0.05, 0.9))
-    return Needle(begin + head + book[start:cut] + needle + book[cut : start + room] + tail, encoded(" " + key))
+    return Needle(begin + head + book[start:cut] + line + book[cut : start + room] + tail, encoded(" " + key))
 
 
 @torch.inference_mode()
@@ -177,7 +182,7 @@ def found_keys(model: Model) -> dict[str, int]:
         right, batch = 0, LONG_BATCH if tokens > LONG else KEY_BATCH
         for start in range(0, len(needles), batch):
             asked = needles[start : start + batch]
-            ids = torch.tensor([needle.prompt for needle in asked], device=model.text.device)
+            ids = torch.tensor([each.prompt for each in asked], device=model.text.device)
             out = model.module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
             answers = out[:, tokens:].tolist()
             right += sum(a[: len(n.key)] == n.key for a, n in zip(answers, asked, strict=True))

@@ -229,14 +229,31 @@ def test_the_scores_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch, mod
     assert {int(layer.state["length"]) for layer in cache.packed} == {TOKENS // 4}
 
 
-def test_the_measurement_of_pruned_prompts_runs(capsys: pytest.CaptureFixture):
+def test_the_measurement_of_pruned_prompts_runs(tmp_path: Path, capsys: pytest.CaptureFixture):
+    book = tmp_path / "book.txt"
+    book.write_text("It was a quiet evening, and nobody spoke. " * 40)
     script = importlib.import_module("pruning")
-    script.main(["--rows", "2", "--prompt", "100", "--after", "40", "--methods", "none;turbo", "--shares", "0.5"])
+    tokens = ["--rows", "2", "--prompt", "100", "--after", "40", "--methods", "none;turbo", "--shares", "0.5"]
+    script.main([*tokens, "--book", str(book), "--keys", "2", "--key-tokens", "300"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["method"], row["scorer"]) for row in rows[:3]] == [
         ("none", "all"), ("none", "norms"), ("none", "attention")
     ]  # fmt: skip
     assert rows[0]["kl"] == 0 and rows[0]["kv_bytes"] > rows[1]["kv_bytes"] == rows[2]["kv_bytes"]
+    assert [(row["scorer"], row["asked"], row["prompt"]) for row in rows[3:6]] == [
+        ("all", 2, 300), ("norms", 2, 300), ("attention", 2, 300)
+    ]  # fmt: skip
+
+
+def test_a_pass_key_is_found_if_the_model_writes_all_of_it():
+    script = importlib.import_module("pruning")
+    model = patch(tiny_llama(), "none")
+    prompt = random_ids(1, 40)
+    greedy = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, 40:].tolist()
+    wrong = [*greedy[:3], (greedy[3] + 1) % model.config.vocab_size]
+    for key, count in ((greedy, 2), (wrong, 0)):
+        found = list(script.found_keys(model, [script.Needle(prompt[0].tolist(), key)] * 2, []))
+        assert found == [{"scorer": "all", "share": 1.0, "pass_keys": count, "asked": 2}]
 
 
 @pytest.mark.parametrize(
