@@ -10,6 +10,7 @@ from helpers import SAGE1, Case, case_id, cases, feed, make_layer, random_ids, r
 
 from qattn_hf import QAttnCache, patch, report
 from qattn_hf.attention import stock_cache
+from qattn_hf.bench.timing import capture
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.stock_cache import attend_over
@@ -95,3 +96,21 @@ def test_attention_over_a_stock_cache_never_waits(settings):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, want)
+
+
+def test_a_replay_of_the_bench_keeps_what_it_reads():
+    """Otherwise later tensors take the freed memory, and captured steps read these."""
+
+    def step_to(out: torch.Tensor):
+        ones = torch.ones_like(out)
+        return lambda: out.copy_(ones)
+
+    out = torch.zeros(1 << 20, device="cuda")
+    steps = [step_to(out)]
+    steps[0]()
+    replay = capture(steps, out.device)
+    del steps
+    later = [torch.full_like(out, 7) for _ in range(4)]
+    out.zero_()
+    replay()
+    assert bool((out == 1).all()) and len(later) == 4

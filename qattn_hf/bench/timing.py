@@ -6,6 +6,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,8 @@ def release(device: torch.device) -> None:
 def capture(steps: Sequence[Work], device: torch.device) -> Work:
     """Capture all `steps` in one CUDA graph and return its replay. On a CPU, return a function that runs the steps.
 
-    Each step must have run once: kernels must be compiled and loaded when the capture begins.
+    Each step must have run once: kernels must be compiled and loaded when the capture begins. The replay keeps the
+    steps, because its graph reads the memory of their tensors.
     """
     if device.type != "cuda":
         return lambda: [step() for step in steps]
@@ -47,7 +49,11 @@ def capture(steps: Sequence[Work], device: torch.device) -> Work:
     with torch.cuda.graph(graph):
         for step in steps:
             step()
-    return graph.replay
+    return partial(_replay, graph, steps)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Sequence[Work]) -> None:
+    graph.replay()
 
 
 def measure(

@@ -281,9 +281,6 @@ def merge_kernel(RESULTS, ROWS, LAYER, SINKS, RESULT, LSE, NB, splits, T, few, m
     # large tile would take longer than loading it.
     few_parts = load_parts(results, base, tl.arange(0, FEW_SPLITS), splits, T, C)
     first_parts = load_parts(results, base, tl.arange(0, CHUNK), splits, T, C)
-    if C.ENTRIES > 0:
-        if r == 0:
-            settle_sinks(LAYER, row, b, h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
     live = tl.cdiv(blocks, blocks_per_split(blocks, splits, Shares(few, many, long, least), C)) + C.OPEN
@@ -320,3 +317,6 @@ def merge_kernel(RESULTS, ROWS, LAYER, SINKS, RESULT, LSE, NB, splits, T, few, m
     out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, SIDE.DP)
     tl.store(RESULT + out * SIDE.D + d, result.to(RESULT.dtype.element_ty), mask=d < SIDE.D)
     tl.store(LSE + (b.to(tl.int64) * heads + head) * T + column, lse)
+    if C.ENTRIES > 0:
+        if r == 0:
+            settle_sinks(LAYER, row, b, h, NB, C)
