@@ -45,7 +45,7 @@ MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]
 BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows. Repeatable.")]
 ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens. Repeatable.")]
 TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens. Repeatable.")]
-PeersOption = Annotated[bool, typer.Option("--peers", help="Measure vLLM's and FlashInfer's kernels if installed.")]
+PeersOption = Annotated[bool, typer.Option("--peers", help="Measure installed kernels of other libraries too.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Measure fewer and smaller points.")]
 ModelArgument = Annotated[
     str | None,
