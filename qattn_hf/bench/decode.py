@@ -1,8 +1,8 @@
 """Decode attention: one layer's whole step for one new token, with packed caches, bf16 SDPA and other libraries.
 
 Steps run inside one CUDA graph of many steps, as in a captured decode step of a model. A packed layer appends the
-token, quantizes full blocks, attends and merges splits. Others write key and value into place and attend over exactly
-the context. Each step of the graph works on buffers that the L2 cache has already evicted.
+token, quantizes full blocks, attends and merges splits. SDPA and peers write key and value into place and attend over
+exactly the context. Each step of the graph works on buffers that the L2 cache has already evicted.
 """
 
 from __future__ import annotations

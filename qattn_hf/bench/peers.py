@@ -18,6 +18,7 @@ from qattn_hf.bench.layers import Heads
 
 FP8 = torch.float8_e4m3fn
 PAGE = 64  # tokens in a page of XQA
+LEAST_SPLIT = 128  # tokens, about what FlashAttention 3 reads at once
 CUDNN_SCALE = 64  # of its FP8 output: FP8 loses precision below 2**-6, and an average of 100,000 values is about 2**-8
 XQA_WORKSPACE = 128 * 2**20  # bytes: 8 MiB of semaphores, then partial results of splits
 
@@ -52,16 +53,26 @@ class Peer(Protocol):
         ...
 
 
-class FlashAttention3:
-    """FlashAttention 3 from vLLM's wheel, over contiguous rows `[B, S, Hkv, D]`. They are faster than its pages."""
-
-    choices = (0, 1, 2, 4, 8, 16, 32)  # splits of a row; with 0 the library chooses
+class Rows:
+    """Contiguous rows `[B, S, Hkv, D]` of keys and values in `dtype`."""
 
     def __init__(self, dtype: torch.dtype, heads: Heads, batch: int, context: int, device: torch.device):
-        importlib.import_module("vllm.vllm_flash_attn")  # registers the operator
-        self.attend = torch.ops._vllm_fa3_C.fwd.default
         self.k, self.v = (_random((batch, context, heads.kv, heads.dim), dtype, device) for _ in range(2))
         self.write, self.writer = token_writer(self.k, self.v, context)
+
+    def contents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k.transpose(1, 2), self.v.transpose(1, 2)
+
+
+class FlashAttention3(Rows):
+    """FlashAttention 3 from vLLM's wheel. It reads contiguous rows faster than pages."""
+
+    def __init__(self, dtype: torch.dtype, heads: Heads, batch: int, context: int, device: torch.device):
+        super().__init__(dtype, heads, batch, context, device)
+        # The numbers of splits of a row. With 0 the library chooses.
+        self.choices = tuple(n for n in (0, 1, 2, 4, 8, 16, 32) if n * LEAST_SPLIT <= max(context, LEAST_SPLIT))
+        importlib.import_module("vllm.vllm_flash_attn")  # registers the operator
+        self.attend = torch.ops._vllm_fa3_C.fwd.default
         given = {
             "k": self.k, "v": self.v, "softmax_scale": heads.dim**-0.5, "is_causal": False, "window_size_left": -1,
             "window_size_right": -1, "softcap": 0.0, "is_rotary_interleaved": False, "sm_margin": 0,
@@ -69,9 +80,6 @@ class FlashAttention3:
         }  # fmt: skip
         # The operator has no defaults, and its versions differ in optional arguments.
         self.arguments = {argument.name: given.get(argument.name) for argument in self.attend._schema.arguments}
-
-    def contents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     def step(self, choice: int, token: Token) -> Step:
         q = token.q.transpose(1, 2)
@@ -128,17 +136,10 @@ class XQA:
         return run
 
 
-class CuDNN:
-    """cuDNN's FP8 attention over contiguous rows `[B, S, Hkv, D]`. On Hopper its output is FP8 too."""
+class CuDNN(Rows):
+    """cuDNN's FP8 attention. On Hopper its output is FP8 too."""
 
     choices = (False, True)  # if true, query heads that share a KV head become rows of one head, so it is read once
-
-    def __init__(self, heads: Heads, batch: int, context: int, device: torch.device):
-        self.k, self.v = (_random((batch, context, heads.kv, heads.dim), FP8, device) for _ in range(2))
-        self.write, self.writer = token_writer(self.k, self.v, context)
-
-    def contents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     def step(self, choice: bool, token: Token) -> Step:
         query, out = (torch.empty_like(token.q, dtype=FP8) for _ in range(2))
@@ -177,14 +178,8 @@ def cudnn_fp8(
         *(graph.tensor(dim=keys, stride=(tokens * heads * dim, dim, heads * dim, 1)) for _ in range(2)),
     ]
     # Weights are at most 1 and FP8's largest number is 448.
-    scales = {
-        "descale_q": 1,
-        "descale_k": 1,
-        "descale_v": 1,
-        "descale_s": 1 / 256,
-        "scale_s": 256,
-        "scale_o": CUDNN_SCALE,
-    }
+    scales = dict.fromkeys(("descale_q", "descale_k", "descale_v"), 1.0)
+    scales |= {"descale_s": 1 / 256, "scale_s": 256, "scale_o": CUDNN_SCALE}
     factors = {name: graph.tensor(name=name, dim=(1, 1, 1, 1), stride=(1, 1, 1, 1), data_type=fp32) for name in scales}
     out, _, *maxima = graph.sdpa_fp8(*places, **factors, attn_scale=dim**-0.5, generate_stats=False)
     out.set_output(True).set_dim(query).set_stride(places[0].get_stride()).set_data_type(fp8)
@@ -222,7 +217,7 @@ PEERS = {
     "fa3 bf16": Library(partial(FlashAttention3, torch.bfloat16), "vllm", "vllm"),
     "fa3 fp8": Library(partial(FlashAttention3, FP8), "vllm", "vllm"),
     "xqa fp8": Library(XQA, "flashinfer", "flashinfer-python"),
-    "cudnn fp8": Library(CuDNN, "cudnn", "nvidia-cudnn-frontend"),
+    "cudnn fp8": Library(partial(CuDNN, FP8), "cudnn", "nvidia-cudnn-frontend"),
 }
 
 
@@ -299,7 +294,7 @@ def token_writer(keys: torch.Tensor, values: torch.Tensor, context: int) -> tupl
     """
     page = keys.shape[1]
     pages = -(-context // page)  # of a row
-    if not find_spec("vllm"):
+    if not (keys.is_cuda and find_spec("vllm")):
         last = [x[pages - 1 :: pages, (context - 1) % page] for x in (keys, values)]
 
         def copy(token: Token) -> None:
