@@ -1,19 +1,19 @@
-"""Decode attention: one layer's whole step for one new token, with packed caches and with bf16 SDPA backends.
+"""Decode attention: one layer's whole step for one new token, with packed caches, bf16 SDPA and other libraries.
 
 Steps run inside one CUDA graph of many steps, as in a captured decode step of a model. A packed layer appends the
-token, quantizes full blocks, attends and merges splits. SDPA writes key and value into place and attends over exactly
-the context. Each step of the graph works on buffers that the L2 cache has already evicted.
+token, quantizes full blocks, attends and merges splits. SDPA and peers write key and value into place and attend over
+exactly the context. Each step of the graph works on buffers that the L2 cache has already evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from qattn_hf.bench import sdpa
+from qattn_hf.bench import peers, sdpa
 from qattn_hf.bench.layers import Heads, bookkeeping, bytes_read, make_layer
 from qattn_hf.bench.timing import Times, Work, attempt, capture, check_finite, measure, release, working_sets
 from qattn_hf.layer.filled import fill
@@ -44,7 +44,11 @@ TINY = [Point(1, 128), Point(2, 192), Point(1, 128, ROOM)]
 
 
 def rows(
-    points: Iterable[Point], methods: dict[str, Method], heads: Heads, device: torch.device
+    points: Iterable[Point],
+    methods: dict[str, Method],
+    heads: Heads,
+    device: torch.device,
+    libraries: dict[str, peers.Library] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Measure decode steps, and yield one row for each point and way.
 
@@ -53,24 +57,34 @@ def rows(
         methods: settings of packed caches, by name.
         heads: shape of the layer.
         device: a GPU, or a CPU to test that the bench runs.
+        libraries: peers to measure, by name, such as `peers.installed()`.
 
     Yields:
         `way`, the shapes, `ms` of one step with its lowest and highest run, `kv_bytes` read and `gb_per_s`, or an
-        `error`.
+        `error`. The row of a peer has `peer` true, `difference` from fp64, its best `choice`, and `writer`.
     """
     settled = device.type != "cuda"
     for point in points:
         shape = {"bench": "decode", **point._asdict(), **heads.row(), "device": device.type}
-        backends = {f"sdpa {name}": backend for name, backend in _backends(point, device).items()}
-        ways: dict[str, Any] = {**(backends if point.room == 1 else {}), **methods}
-        for name, way in ways.items():
-            packed = not isinstance(way, sdpa.Backend)
-            timed = partial(_packed if packed else _sdpa, point, way, heads, device)
+        for kind, name, timed in _ways(point, methods, heads, device, libraries or {}):
             for _ in range(0 if settled else SETTLING):
-                attempt(timed, ours=packed)
+                attempt(timed, ours=kind["packed"])
             settled = True
-            yield {**shape, "way": name, "packed": packed, **attempt(timed, ours=packed)}
+            yield {**shape, "way": name, **kind, **attempt(timed, ours=kind["packed"])}
             release(device)
+
+
+def _ways(
+    point: Point, methods: dict[str, Method], heads: Heads, device: torch.device, libraries: dict[str, peers.Library]
+) -> Iterator[tuple[dict[str, bool], str, Callable[[], dict[str, Any]]]]:
+    """Yield the kind, name and measurement of each way. Only packed caches have spare capacity."""
+    if point.room == 1:
+        for name, backend in _backends(point, device).items():
+            yield {"packed": False}, f"sdpa {name}", partial(_sdpa, point, backend, heads, device)
+        for name, library in libraries.items():
+            yield {"packed": False, "peer": True}, name, partial(_peer, point, library, heads, device)
+    for name, settings in methods.items():
+        yield {"packed": True}, name, partial(_packed, point, settings, heads, device)
 
 
 def _backends(point: Point, device: torch.device) -> dict[str, sdpa.Backend]:
@@ -92,14 +106,36 @@ def _new_token(point: Point, heads: Heads, device: torch.device) -> list[torch.T
 @torch.no_grad()
 def _sdpa(point: Point, backend: sdpa.Backend, heads: Heads, device: torch.device) -> dict[str, Any]:
     n_bytes = point.batch * point.context * heads.bytes_per_token()
-    sets = working_sets(n_bytes, device)
     token = _new_token(point, heads, device)
-    caches = [sdpa.Cache(heads, point.batch, point.context, device) for _ in range(sets)]
-    steps = [cache.step(backend, *token) for cache in caches]
+    sets = range(working_sets(n_bytes, device))
+    steps = [sdpa.Cache(heads, point.batch, point.context, device).step(backend, *token) for _ in sets]
     check_finite(steps[0]())
-    steps = steps * (-(-SDPA_STEPS // sets) if device.type == "cuda" else 1)
+    return _timed(steps, n_bytes, device)
+
+
+@torch.no_grad()
+def _peer(point: Point, library: peers.Library, heads: Heads, device: torch.device) -> dict[str, Any]:
+    """Measure each choice of a peer, and return the fastest."""
+    token = peers.telling_token(heads, point.batch, point.context, device)
+    first = library.make(heads, point.batch, point.context, device)
+    n_bytes = sum(x.nbytes for x in first.contents())
+    others = range(1, working_sets(n_bytes, device))
+    caches = [first, *(library.make(heads, point.batch, point.context, device) for _ in others)]
+    found = []
+    for choice in first.choices:
+        steps = [cache.step(choice, token) for cache in caches]
+        difference = round(peers.check(steps[0](), token, first), 5)
+        row = {"difference": difference, "choice": choice, "writer": first.writer}
+        found.append(_timed(steps, n_bytes, device) | row)
+    return min(found, key=lambda row: row["ms"])
+
+
+def _timed(steps: list[Work], n_bytes: int, device: torch.device) -> dict[str, Any]:
+    """Return the figures of `steps`, which read `n_bytes` from different buffers."""
+    buffers = len(steps)
+    steps = steps * (-(-SDPA_STEPS // buffers) if device.type == "cuda" else 1)
     times = measure(capture(steps, device), device)
-    return _result(times, len(steps), n_bytes) | {"buffers": sets}
+    return _result(times, len(steps), n_bytes) | {"buffers": buffers}
 
 
 class PackedSteps(NamedTuple):

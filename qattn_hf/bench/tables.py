@@ -17,8 +17,9 @@ def ways(rows: Iterable[Row], packed: bool) -> list[str]:
 
 
 def best_stock(rows: Iterable[Row]) -> Row | None:
-    """Return the row of the fastest stock way, such as an SDPA backend, among rows of one point. None if none ran."""
-    return min((row for row in rows if not row["packed"] and "ms" in row), key=lambda row: row["ms"], default=None)
+    """Return the row of PyTorch's fastest way, such as an SDPA backend, among rows of one point. None if none ran."""
+    stock = (row for row in rows if not row["packed"] and not row.get("peer") and "ms" in row)
+    return min(stock, key=lambda row: row["ms"], default=None)
 
 
 def by_point(rows: Iterable[Row], *keys: str) -> dict[tuple, list[Row]]:
@@ -39,11 +40,11 @@ def gains(rows: Iterable[Row], *keys: str) -> dict[tuple, dict[str, float]]:
 
 
 def decode_table(rows: list[Row]) -> Table:
-    """Tabulate the milliseconds of a decode step, with each packed way's speed-up over the best SDPA.
+    """Tabulate the milliseconds of a decode step, with the speed-up of peers and packed ways over the best SDPA.
 
     Points with spare capacity are compared with the same cache without spare capacity.
     """
-    methods = ways(rows, packed=True)
+    methods = [*ways((row for row in rows if row.get("peer")), packed=False), *ways(rows, packed=True)]
     points = by_point(rows, "batch", "context", "room")
     lines = []
     for (batch, context, room), found in points.items():

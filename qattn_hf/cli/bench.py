@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure speed and memory of packed and stock caches.")
 
-CPU_NOTE = (
-    "note: on a CPU the reference computes small shapes. The command works, but the figures say nothing about a GPU"
-)
+CPU_NOTE = "note: on a CPU the reference computes small shapes. The figures say nothing about a GPU"
 DEFAULT = ("turbo", "int8", "none")
 DEFAULT_OF_TILES = ("int8", "none")  # INT8 products and unquantized products
 DEFAULT_OF_GENERATE = ("turbo", "int8")
@@ -47,6 +45,7 @@ MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]
 BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows. Repeatable.")]
 ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens. Repeatable.")]
 TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens. Repeatable.")]
+PeersOption = Annotated[bool, typer.Option("--peers", help="Measure installed kernels of other libraries too.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Measure fewer and smaller points.")]
 ModelArgument = Annotated[
     str | None,
@@ -80,6 +79,7 @@ def decode(
     batch: BatchOption = None,
     context: ContextOption = None,
     heads: HeadsOption = None,
+    peers: PeersOption = False,
     quick: QuickOption = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -94,10 +94,13 @@ def decode(
     Example: qattn bench decode --method turbo --batch 1 --batch 16 --context 8192
     """
     from qattn_hf.bench import decode as measured
+    from qattn_hf.bench.peers import installed, missing
 
     methods, where = chosen_methods(method), chosen_device(device)
     points = chosen_points(measured, quick, where, batch, context)
-    show(measured.rows(points, methods, parse_heads(heads, where), where), as_json, output, wide, picture)
+    sys.stderr.writelines(f"{line}\n" for line in (missing() if peers else ()))
+    rows = measured.rows(points, methods, parse_heads(heads, where), where, installed() if peers else {})
+    show(rows, as_json, output, wide, picture)
 
 
 @bench.command("prefill")
@@ -179,8 +182,7 @@ def first_call(
     from qattn_hf.bench import first_call as measured
     from qattn_hf.recipes.recipe import find_recipes
 
-    recipes = find_recipes(method or DEFAULT_OF_GENERATE)
-    show(measured.rows(list(recipes), chosen_device(device)), as_json, output, wide)
+    show(measured.rows(list(find_recipes(method or DEFAULT_OF_GENERATE)), chosen_device(device)), as_json, output, wide)
 
 
 @bench.command("throughput")
