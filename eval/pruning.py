@@ -5,9 +5,6 @@
 Rows of the text are prompts. A prompt is read in one call, and `cache.keep` keeps a share of its tokens, chosen by
 `examples/token_scores.py`. The text goes on through the pruned cache. Its logits are compared with the
 unpatched model's, which sees the whole prompt. The scorer `all` keeps every token. `none` loses by pruning alone.
-
-With `--book`, prompts also hide pass keys, as in `eval/released.py`. The question belongs to the prompt, so the last
-queries know what is asked. The prompt's last token is read after the pruning, and the answer is greedy.
 """
 
 from __future__ import annotations
@@ -15,16 +12,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import random
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from released import Needle, beginning, needle
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, report, unpatch
 from qattn_hf.model._compat import CACHE
@@ -95,39 +89,6 @@ def measured(
         yield {"scorer": scorer, "share": share, **figures(*columns)}
 
 
-@torch.no_grad()
-def answers(model: PreTrainedModel, cache: QAttnCache, token: int, key: list[int]) -> bool:
-    """Whether the model writes `key` after `token`, through a cache of what precedes it."""
-    for want in key:
-        ids = torch.tensor([[token]], device=model.device)
-        token = int(model(ids, use_cache=True, **{CACHE: cache}).logits[0, -1].argmax())
-        if token != want:
-            return False
-    return True
-
-
-def found_keys(model: PreTrainedModel, needles: list[Needle], shares: list[float]) -> Iterator[dict[str, Any]]:
-    """How many pass keys a patched model finds, for each scorer and share."""
-    right: Counter[tuple[str, float]] = Counter()
-    for each in needles:
-        cache, scores = read(model, torch.tensor([each.prompt[:-1]], device=model.device))
-        for scorer, share, mine in pruned(cache, scores, shares):
-            right[scorer, share] += answers(model, mine, each.prompt[-1], each.key)
-    for (scorer, share), count in right.items():
-        yield {"scorer": scorer, "share": share, "pass_keys": count, "asked": len(needles)}
-
-
-def needles_of(tokenizer: PreTrainedTokenizerBase, book: Path, tokens: int, count: int) -> list[Needle]:
-    """Make `count` prompts of `tokens` tokens that hide pass keys in a book."""
-
-    def encoded(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
-    text, generator = encoded(book.read_text(encoding="utf-8")), random.Random(5)
-    return [needle(encoded, beginning(tokenizer), text, tokens, generator) for _ in range(count)]
-
-
 def main(arguments: list[str] | None = None) -> None:
     made = argparse.ArgumentParser(description="KL of pruned and packed prompts, as JSON rows.")
     made.add_argument("model", nargs="?", help="folder or hub name; default: the bundled model")
@@ -137,9 +98,6 @@ def main(arguments: list[str] | None = None) -> None:
     made.add_argument("--rows", type=int, default=8)
     made.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     made.add_argument("--after", type=int, default=128, help="tokens of the text after it, which are scored")
-    made.add_argument("--book", type=Path, help="plain text in which pass keys are hidden; default: no pass keys")
-    made.add_argument("--keys", type=int, default=32, help="pass keys to ask for")
-    made.add_argument("--key-tokens", type=int, default=1900, help="tokens of a prompt that hides a pass key")
     options = made.parse_args(arguments)
     name, model, tokenizer = load(options.model, dtype="float32" if not torch.cuda.is_available() else "bfloat16")
     tokens = options.prompt + options.after
@@ -147,15 +105,17 @@ def main(arguments: list[str] | None = None) -> None:
     ids = rows_of(tokenizer, text, options.rows, tokens).to(model.device)
     with torch.no_grad():
         full = torch.stack([model(row[None]).logits[0, options.prompt :].float().log_softmax(-1) for row in ids])
-    model_row = {"bench": "pruning", "model": short_name(name)}
-    shape = {**model_row, "prompt": options.prompt, "rows": options.rows, "after": options.after}
-    needles = needles_of(tokenizer, options.book, options.key_tokens, options.keys) if options.book else []
+    shape = {
+        "bench": "pruning",
+        "model": short_name(name),
+        "prompt": options.prompt,
+        "rows": options.rows,
+        "after": options.after,
+    }
     for method in options.methods.split(";"):
         patch(model, method)
         for row in measured(model, ids, options.prompt, full, options.shares):
             print(json.dumps({**shape, "method": method, **row}), flush=True)
-        for row in found_keys(model, needles, options.shares):
-            print(json.dumps({**model_row, "prompt": options.key_tokens, "method": method, **row}), flush=True)
         unpatch(model)
 
 

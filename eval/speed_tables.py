@@ -134,6 +134,15 @@ def compared(*keys: str, points: Iterable[tuple] | None = None) -> Rows:
     return rows
 
 
+def _beside_peers(results: list[Result]) -> Iterable[Row]:
+    """PyTorch's fastest attention, kernels of other libraries, then ours, by point."""
+    for (batch, context), here in sorted(by_point(every_row(results), "batch", "context").items()):
+        measured = [row for row in here if "ms" in row and (row.get("peer") or row["packed"])]
+        for row in (best_stock(here) | {"way": STOCK}, *sorted(measured, key=lambda row: row["packed"])):
+            way = row["way"]
+            yield row | {"setting": f"`{way}`" if row["packed"] else way, "point": f"{batch} x {context}"}
+
+
 def _ratios(row: Row) -> str:
     """The median of the ratios to the first method, with their quartiles; nothing of the first itself."""
     first = row["ratio_low"] == row["ratio_high"] == 1
@@ -145,7 +154,7 @@ def _longer(results: list[Result]) -> Iterable[Row]:
     for (batch, context), here in sorted(by_point(every_row(results), "batch", "context").items()):
         times = {row["way"]: row["ms"] for row in here if row["packed"] and "ms" in row}
         for recipe, parent in PARENTS.items():
-            if {recipe, parent} <= times.keys():
+            if recipe != "turbo" and {recipe, parent} <= times.keys():  # timed in turn: the table `decode-in-turn`
                 longer = times[recipe] / times[parent] - 1
                 yield {"recipe": recipe, "parent": parent, "point": f"{batch} x {context}", "longer": longer}
 
@@ -186,6 +195,10 @@ TABLES = (
           "| setting || {point} |",
           "| {setting} || {ms:us.1f}{times: (.2fx)} |",
           compared("batch", "context", points=DECODES), "point"),
+    Table("decode-peers", "speed-peers",
+          "| kernel || {point} |",
+          "| {setting} || {ms:us.1f} |",
+          _beside_peers, "point"),
     Table("prefill", "speed-prefill",
           "| setting || {point} |",
           "| {setting} || {ms:#.3g}{times: (.2fx)} |",
@@ -194,7 +207,7 @@ TABLES = (
           "| rows x tokens || `{way}`, us |",
           "| {batch} x {context} || {ms:us.2f}{ratios} |",
           each(ratios=_ratios), "way"),
-    Table("recipes-speed", "speed-recipes speed-pool",
+    Table("recipes-speed", "speed-recipes",
           "| setting | compared with || {point} |",
           "| `{recipe}` | `{parent}` || {longer:+.1%} |",
           _longer, "point"),

@@ -40,7 +40,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # The records that a page of results is made of.
 PAGES = {
     "overview": ("released-*", "front-*"),
-    "quality": ("released-*", "recipes*", "quality-*", "budget-*", "pruning-*", "tune"),
+    "quality": ("released-*", "recipes*", "quality-*", "budget-*", "pruning-*", "pruned-keys-*", "tune"),
     "tasks": ("tasks-*",),
     "task-scores": ("task-scores-*", "fine-tune-*"),
     "papers": ("paper-*", "table-*"),

@@ -229,24 +229,29 @@ def test_the_scores_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch, mod
     assert {int(layer.state["length"]) for layer in cache.packed} == {TOKENS // 4}
 
 
-def test_the_measurement_of_pruned_prompts_runs(tmp_path: Path, capsys: pytest.CaptureFixture):
-    book = tmp_path / "book.txt"
-    book.write_text("It was a quiet evening, and nobody spoke. " * 40)
+def test_the_measurement_of_pruned_prompts_runs(capsys: pytest.CaptureFixture):
     script = importlib.import_module("pruning")
-    tokens = ["--rows", "2", "--prompt", "100", "--after", "40", "--methods", "none;turbo", "--shares", "0.5"]
-    script.main([*tokens, "--book", str(book), "--keys", "2", "--key-tokens", "300"])
+    script.main(["--rows", "2", "--prompt", "100", "--after", "40", "--methods", "none;turbo", "--shares", "0.5"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["method"], row["scorer"]) for row in rows[:3]] == [
         ("none", "all"), ("none", "norms"), ("none", "attention")
     ]  # fmt: skip
     assert rows[0]["kl"] == 0 and rows[0]["kv_bytes"] > rows[1]["kv_bytes"] == rows[2]["kv_bytes"]
-    assert [(row["scorer"], row["asked"], row["prompt"]) for row in rows[3:6]] == [
-        ("all", 2, 300), ("norms", 2, 300), ("attention", 2, 300)
+
+
+def test_the_measurement_of_pass_keys_runs(tmp_path: Path, capsys: pytest.CaptureFixture):
+    book = tmp_path / "book.txt"
+    book.write_text("It was a quiet evening, and nobody spoke. " * 40)
+    asked = ["--keys", "2", "--prompt", "300", "--methods", "turbo", "--shares", "0.5"]
+    importlib.import_module("pruned_keys").main(["--book", str(book), *asked])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["scorer"], row["share"], row["asked"]) for row in rows] == [
+        ("all", 1.0, 2), ("norms", 0.5, 2), ("attention", 0.5, 2)
     ]  # fmt: skip
 
 
 def test_a_pass_key_is_found_if_the_model_writes_all_of_it():
-    script = importlib.import_module("pruning")
+    script = importlib.import_module("pruned_keys")
     model = patch(tiny_llama(), "none")
     prompt = random_ids(1, 40)
     greedy = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, 40:].tolist()

@@ -19,7 +19,6 @@ from qattn_hf.bench.layers import Heads
 FP8 = torch.float8_e4m3fn
 PAGE = 64  # tokens in a page of XQA
 LEAST_SPLIT = 128  # tokens, about what FlashAttention 3 reads at once
-CUDNN_SCALE = 64  # of its FP8 output: FP8 loses precision below 2**-6, and an average of 100,000 values is about 2**-8
 XQA_WORKSPACE = 128 * 2**20  # bytes: 8 MiB of semaphores, then partial results of splits
 
 Step = Callable[[], torch.Tensor]
@@ -53,36 +52,33 @@ class Peer(Protocol):
         ...
 
 
-class Rows:
-    """Contiguous rows `[B, S, Hkv, D]` of keys and values in `dtype`."""
+class FlashAttention3:
+    """FlashAttention 3 from vLLM's wheel, over contiguous rows `[B, S, Hkv, D]` in `dtype`. It reads pages slower."""
 
     def __init__(self, dtype: torch.dtype, heads: Heads, batch: int, context: int, device: torch.device):
         self.k, self.v = (_random((batch, context, heads.kv, heads.dim), dtype, device) for _ in range(2))
         self.write, self.writer = token_writer(self.k, self.v, context)
-
-    def contents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k.transpose(1, 2), self.v.transpose(1, 2)
-
-
-class FlashAttention3(Rows):
-    """FlashAttention 3 from vLLM's wheel. It reads contiguous rows faster than pages."""
-
-    def __init__(self, dtype: torch.dtype, heads: Heads, batch: int, context: int, device: torch.device):
-        super().__init__(dtype, heads, batch, context, device)
         # The numbers of splits of a row. With 0 the library chooses.
         self.choices = tuple(n for n in (0, 1, 2, 4, 8, 16, 32) if n * LEAST_SPLIT <= max(context, LEAST_SPLIT))
         importlib.import_module("vllm.vllm_flash_attn")  # registers the operator
         self.attend = torch.ops._vllm_fa3_C.fwd.default
+        # vLLM's build takes rows of any lengths only.
         given = {
-            "k": self.k, "v": self.v, "softmax_scale": heads.dim**-0.5, "is_causal": False, "window_size_left": -1,
+            "k": self.k, "v": self.v, "softmax_scale": heads.dim**-0.5,
+            "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=device),
+            "seqused_k": torch.full((batch,), context, dtype=torch.int32, device=device),
+            "max_seqlen_q": 1, "max_seqlen_k": context, "is_causal": False, "window_size_left": -1,
             "window_size_right": -1, "softcap": 0.0, "is_rotary_interleaved": False, "sm_margin": 0,
             "cp_world_size": 1, "cp_rank": 0,
         }  # fmt: skip
         # The operator has no defaults, and its versions differ in optional arguments.
         self.arguments = {argument.name: given.get(argument.name) for argument in self.attend._schema.arguments}
 
+    def contents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k.transpose(1, 2), self.v.transpose(1, 2)
+
     def step(self, choice: int, token: Token) -> Step:
-        q = token.q.transpose(1, 2)
+        q = token.q.squeeze(2)
         query = q.to(self.k.dtype)
         arguments = {**self.arguments, "q": query, "num_splits": choice}
 
@@ -91,7 +87,7 @@ class FlashAttention3(Rows):
             if query is not q:  # the query of FP8 attention is FP8
                 query.copy_(q)
             out: torch.Tensor = self.attend(**arguments)[0]
-            return out.transpose(1, 2)
+            return out.unsqueeze(2)
 
         return run
 
@@ -136,69 +132,6 @@ class XQA:
         return run
 
 
-class CuDNN(Rows):
-    """cuDNN's FP8 attention. On Hopper its output is FP8 too."""
-
-    choices = (False, True)  # if true, query heads that share a KV head become rows of one head, so it is read once
-
-    def step(self, choice: bool, token: Token) -> Step:
-        query, out = (torch.empty_like(token.q, dtype=FP8) for _ in range(2))
-        keys, values = self.contents()
-        shape = (query.shape[0], keys.shape[1], -1, query.shape[3]) if choice else query.shape
-        attend = cudnn_fp8(*(tuple(x.shape) for x in (query.view(shape), keys)), query.device)
-
-        def run() -> torch.Tensor:
-            self.write(token)
-            query.copy_(token.q)
-            attend(query, keys, values, out)
-            return out.to(token.q.dtype) / CUDNN_SCALE
-
-        return run
-
-
-@cache
-def cudnn_fp8(
-    query: tuple[int, ...], keys: tuple[int, ...], device: torch.device
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Compile cuDNN's FP8 attention.
-
-    Args:
-        query: shape `[B, H, T, D]` of the query and the output, which are contiguous.
-        keys: shape `[B, Hkv, S, D]` of keys and values, whose memory is `[B, S, Hkv, D]`.
-
-    Returns:
-        A function of query, keys, values and the output, which it writes times `CUDNN_SCALE`.
-    """
-    cudnn = importlib.import_module("cudnn")
-    fp8, fp32, handle = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT, cudnn.create_handle()
-    graph = cudnn.pygraph(io_data_type=fp8, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
-    _, heads, tokens, dim = keys
-    places = [
-        graph.tensor(dim=query, stride=torch.empty(query, device="meta").stride()),
-        *(graph.tensor(dim=keys, stride=(tokens * heads * dim, dim, heads * dim, 1)) for _ in range(2)),
-    ]
-    # Weights are at most 1 and FP8's largest number is 448.
-    scales = dict.fromkeys(("descale_q", "descale_k", "descale_v"), 1.0)
-    scales |= {"descale_s": 1 / 256, "scale_s": 256, "scale_o": CUDNN_SCALE}
-    factors = {name: graph.tensor(name=name, dim=(1, 1, 1, 1), stride=(1, 1, 1, 1), data_type=fp32) for name in scales}
-    out, _, *maxima = graph.sdpa_fp8(*places, **factors, attn_scale=dim**-0.5, generate_stats=False)
-    out.set_output(True).set_dim(query).set_stride(places[0].get_stride()).set_data_type(fp8)
-    for most in maxima:
-        most.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(fp32)
-    graph.build([cudnn.heur_mode.A])
-    fixed = {
-        factors[name]: torch.full((1,), value, dtype=torch.float32, device=device) for name, value in scales.items()
-    }
-    fixed |= {most: torch.empty(1, device=device) for most in maxima}
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
-
-    def attend(*tensors: torch.Tensor) -> None:
-        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
-        graph.execute(fixed | dict(zip((*places, out), tensors, strict=True)), workspace, handle)
-
-    return attend
-
-
 class Library(NamedTuple):
     """Where a peer is from.
 
@@ -217,7 +150,6 @@ PEERS = {
     "fa3 bf16": Library(partial(FlashAttention3, torch.bfloat16), "vllm", "vllm"),
     "fa3 fp8": Library(partial(FlashAttention3, FP8), "vllm", "vllm"),
     "xqa fp8": Library(XQA, "flashinfer", "flashinfer-python"),
-    "cudnn fp8": Library(partial(CuDNN, FP8), "cudnn", "nvidia-cudnn-frontend"),
 }
 
 

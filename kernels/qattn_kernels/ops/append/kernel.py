@@ -137,12 +137,12 @@ def _place(S, source, masks, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _put_tokens(S, x, pos, new, stale, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
-    """Write a block's new tokens `x` fp32 `[NEW, DP]` of keys or values at row positions `pos`, where `new` is true.
+def _put_tokens(S, x, arrivals, stale, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
+    """Write the `Arrivals` of a block to the ring, or to the arenas if the format has no ring.
 
-    They go to the ring, or to the arenas if the format has no ring. `stale`: a crop left old tokens after the row's
-    end; without a ring they are overwritten with zeros."""
-    home = block.home
+    `x`: fp32 `[NEW, DP]`, their keys or values. `stale`: a crop left old tokens after the row's end; without a ring
+    they are overwritten with zeros."""
+    home, pos, new = block.home, arrivals.pos, arrivals.new
     code, scale = codec.quantize_tokens(x)
     if C.RING == 0:
         slot, t = Slot(home.b, block.h, home.index, home.capacity, block.h), tl.arange(0, C.BLOCK)
@@ -175,23 +175,23 @@ def _close_side(S, K_MEAN, masked, chosen, source, masks, block, codec, SIDE: tl
 
 
 @triton.jit(noinline=True)
-def _close(K, V, sinks, K_MEAN, fresh, bad, source, masks, block, part, parts, K_CODEC: tl.constexpr,
-           V_CODEC: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _close(LAYER, fresh, bad, source, block, NB, part, parts, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
+           C: tl.constexpr):  # fmt: skip
     """Pack a block that is full: its part of keys, values or both. The ring must hold all its tokens.
 
     `fresh`, `bad`: see `_bad_at`. Not inlined, because few steps close a block: the code of the other steps then stays
     short. With a sink pool and 64 rows, these take 3.9 us on an H200 in place of 4.4."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
-    t = tl.arange(0, C.BLOCK)
+    K, V, mean, t = LAYER.k, LAYER.v, LAYER.k_mean, tl.arange(0, C.BLOCK)
     masked = slot_bits(block.flags, block.home.index * C.BLOCK + t) | _bad_at(block.start + t, fresh, bad)
-    chosen = tl.arange(0, C.BLOCK) < 0
+    chosen, masks = t < 0, Masks(BlockState(*LAYER.blocks).dropped, NB)
     if part == 0:
         if C.ENTRIES > 0:
-            chosen = compete(K, V, sinks, block.flags, masked == 1, block.row, block.bh, C)
-        _close_side(K, K_MEAN, masked, chosen, source, masks, block, Codec(*K_CODEC), K_SIDE, C)
+            chosen = compete(K, V, LAYER.sinks, block.flags, masked == 1, block.row, block.bh, C)
+        _close_side(K, mean, masked, chosen, source, masks, block, Codec(*K_CODEC), K_SIDE, C)
     if part == parts - 1:
-        _close_side(V, K_MEAN, masked, chosen, source, masks, block, Codec(*V_CODEC), V_SIDE, C)
+        _close_side(V, mean, masked, chosen, source, masks, block, Codec(*V_CODEC), V_SIDE, C)
 
 
 @triton.jit
@@ -254,6 +254,41 @@ def _early_token(source, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.c
         return checked_tokens(k, v, source, h, only == 0, C)
 
 
+class Arrivals(NamedTuple):
+    """New tokens that a short call adds to a block.
+
+    Attributes:
+        k, v: keys and values, fp32 `[NEW, DP]`.
+        pos: row positions `[NEW]`, from `fresh` on.
+        new: bool `[NEW]`, whether the token belongs to the block.
+        bad: bool `[NEW]`, whether the key or the value is not finite. `bits` has them as an integer, for `_bad_at`.
+    """
+
+    k: Any
+    v: Any
+    pos: Any
+    fresh: Any
+    new: Any
+    bad: Any
+    bits: Any
+
+
+@triton.jit
+def _arrivals(early, source, block, NEW: tl.constexpr, EARLY: tl.constexpr, ROTATES: tl.constexpr, C: tl.constexpr):
+    """Return the `Arrivals` of a block. `early`: what `_early_token` loaded, if `EARLY`."""
+    row = block.row
+    fresh = tl.maximum(row.length, block.start)
+    pos = fresh + tl.arange(0, NEW)
+    new = pos < tl.minimum(row.length + row.count, block.start + C.BLOCK)
+    if EARLY and ROTATES:
+        k, v, bad = checked_tokens(early[0], early[1], source, block.h, new, C)
+    elif EARLY:
+        k, v, bad = early[0], early[1], early[2] & new
+    else:
+        k, v, bad = new_tokens(source, block.b, block.h, pos - row.length, new, row.first, C)
+    return Arrivals(k, v, pos, fresh, new, bad, tl.sum(bad.to(tl.int32) << tl.arange(0, NEW), 0))
+
+
 @triton.jit(do_not_specialize=["span_stride", "NB", "T", "parts"])
 def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts, K_CODEC, V_CODEC, NEW: tl.constexpr,
                  EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
@@ -278,44 +313,34 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     ROTATES: tl.constexpr = K_SIDE.ROTATION is not None or V_SIDE.ROTATION is not None
+    early = None
     if EARLY:  # a load after the row would make every step wait twice
-        early_k, early_v, bad = _early_token(source, b, h, NEW, ROTATES, C)
-    length, closed, open_start, closing, first, count = row
-    start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
-    used = (start < length + count) & (index < NB)  # stay inside the arenas
+        early = _early_token(source, b, h, NEW, ROTATES, C)
+    start, index, bh = row.open_start + j * C.BLOCK, row.closed + j, b * C.H + h
+    used = (start < row.length + row.count) & (index < NB)  # stay inside the arenas
     home = _home(LAYER.pages, b, index, NB, C)
     flags = _flags(blocks.dropped, LAYER.pages, b, h, index, home, NB, C)
-    block = Block(b, h, bh, row, index, home, start, used, (j < closing) & used, flags)
+    block = Block(b, h, bh, row, index, home, start, used, (j < row.closing) & used, flags)
     if part == 0:
         note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
-    if used & (block.closes | (start + C.BLOCK > length)):  # a block of old tokens that stays open does not change
-        fresh = tl.maximum(length, start)
-        pos = fresh + tl.arange(0, NEW)
-        new = pos < tl.minimum(length + count, start + C.BLOCK)
-        if EARLY and ROTATES:
-            k, v, bad = checked_tokens(early_k, early_v, source, h, new, C)
-        elif EARLY:
-            k, v, bad = early_k, early_v, bad & new
-        else:
-            k, v, bad = new_tokens(source, b, h, pos - length, new, first, C)
-        bad_bits = tl.sum(bad.to(tl.int32) << tl.arange(0, NEW), 0)
-        if (part == 0) & (bad_bits != 0):
+    if used & (block.closes | (start + C.BLOCK > row.length)):  # a block of old tokens that stays open does not change
+        tokens = _arrivals(early, source, block, NEW, EARLY, ROTATES, C)
+        if (part == 0) & (tokens.bits != 0):
             t = tl.arange(0, C.BLOCK)
-            gone = slot_bits(flags, home.index * C.BLOCK + t) | _bad_at(start + t, fresh, bad_bits)
+            gone = slot_bits(flags, home.index * C.BLOCK + t) | _bad_at(start + t, tokens.fresh, tokens.bits)
             tl.debug_barrier()  # read every bit before writing any byte
-            drop_bits(flags, blocks.nonfinite, gone, bad, home.index, bh, C)
-        stale = length < longest
+            drop_bits(flags, blocks.nonfinite, gone, tokens.bad, home.index, bh, C)
+        stale = row.length < longest
         # the pool reads both sides of a closing block, new tokens included
         both = block.closes & (part == 0) if C.ENTRIES > 0 else part < 0
         if part == 0:
-            _put_tokens(K, k, pos, new, stale, block, Codec(*K_CODEC), K_SIDE, C)
+            _put_tokens(K, tokens.k, tokens, stale, block, Codec(*K_CODEC), K_SIDE, C)
         if (part == parts - 1) | both:
-            _put_tokens(V, v, pos, new, stale, block, Codec(*V_CODEC), V_SIDE, C)
+            _put_tokens(V, tokens.v, tokens, stale, block, Codec(*V_CODEC), V_SIDE, C)
         if C.RING > 0:
             if block.closes:
                 tl.debug_barrier()  # the threads that read the block are not those that wrote its last tokens
-                _close(K, V, LAYER.sinks, LAYER.k_mean, fresh, bad_bits, source, Masks(blocks.dropped, NB), block, part,
-                       parts, K_CODEC, V_CODEC, C)  # fmt: skip
+                _close(LAYER, tokens.fresh, tokens.bits, source, block, NB, part, parts, K_CODEC, V_CODEC, C)
     if K_SIDE.ROTATION is not None:
         if i == tl.num_programs(2) - 1:
             rotate_queries(QUERIES, b, h, T, C)
