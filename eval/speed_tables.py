@@ -137,8 +137,10 @@ def compared(*keys: str, points: Iterable[tuple] | None = None) -> Rows:
 def _beside_peers(results: list[Result]) -> Iterable[Row]:
     """PyTorch's fastest attention, kernels of other libraries, then ours, by point."""
     for (batch, context), here in sorted(by_point(every_row(results), "batch", "context").items()):
-        measured = [row for row in here if "ms" in row and (row.get("peer") or row["packed"])]
-        for row in (best_stock(here) | {"way": STOCK}, *sorted(measured, key=lambda row: row["packed"])):
+        shown = [row for row in here if "ms" in row and (row.get("peer") or row["packed"])]
+        if best := best_stock(here):
+            shown.append(best | {"way": STOCK})
+        for row in sorted(shown, key=lambda row: (row["packed"], bool(row.get("peer")))):  # SDPA, peers, ours
             way = row["way"]
             yield row | {"setting": f"`{way}`" if row["packed"] else way, "point": f"{batch} x {context}"}
 
