@@ -53,7 +53,7 @@ class Peer(Protocol):
 
 
 class FlashAttention3:
-    """FlashAttention 3 from vLLM's wheel, over contiguous rows `[B, S, Hkv, D]` in `dtype`. It reads pages slower."""
+    """FlashAttention 3 from vLLM's wheel, over contiguous rows `[B, S, Hkv, D]` in `dtype`."""
 
     def __init__(self, dtype: torch.dtype, heads: Heads, batch: int, context: int, device: torch.device):
         self.k, self.v = (_random((batch, context, heads.kv, heads.dim), dtype, device) for _ in range(2))
