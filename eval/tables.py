@@ -40,7 +40,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # The records that a page of results is made of.
 PAGES = {
     "overview": ("released-*", "front-*"),
-    "quality": ("released-*", "recipes*", "quality-*", "budget-*", "pruning-*", "pruned-keys-*", "tune"),
+    "quality": ("released-*", "recipes*", "quality-*", "budget-*", "tune"),
+    "pruning": ("pruning-*", "pruned-keys-*"),
+    "other-kernels": ("speed-peers",),
     "tasks": ("tasks-*",),
     "task-scores": ("task-scores-*", "fine-tune-*"),
     "papers": ("paper-*", "table-*"),
