@@ -179,6 +179,11 @@ TABLES = (
           "| setting || {kept} |",
           "| `{method}` || {pass_keys} of {asked} |",
           each(kept=_kept), "kept", split="**{model}, {prompt} tokens**"),
+    Table("acceptance", "acceptance-*",
+          "| cache | in the model | in the draft | in both |",
+          "| `{method}` | {in_model:.1%} | {in_draft:.1%} | {in_both:.1%} |",
+          each(lambda row: "both" in row["accepted"], in_model=lambda row: row["accepted"]["model"],
+               in_draft=lambda row: row["accepted"]["draft"], in_both=lambda row: row["accepted"]["both"])),
     Table("tune", "tune",
           "| model | recipe | on | predicted KL | KL | bits, closed | bits, all |",
           "| {model} | {method} | {on} | {predicted_kl:.6f} | {kl:.6f}{kl_se: (.6f)} | {effective_bits:.3f} "
