@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     rows = Rows()
     files = [] if any(".py" in text for text in arguments) else map(str, gpu_tests(TESTS))
     options = ["-q", "-p", "no:cacheprovider", *files, *arguments]
-    few = ["-n", str(AT_ONCE)] if "-n" in arguments else []
+    few = ["-n", str(AT_ONCE)] if any(text.startswith("-n") for text in arguments) else []
     codes = [
         pytest.main([*options, "-m", "gpu and not large_memory"], plugins=[rows]),
         pytest.main([*options, *few, "-m", "gpu and large_memory"], plugins=[rows]),

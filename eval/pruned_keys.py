@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from pruning import METHODS, pruned, read
-from released import Needle, beginning, needle
+from released import Needle, beginning, encoder, needle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qattn_hf import QAttnCache, patch, unpatch
@@ -50,11 +50,7 @@ def found_keys(model: PreTrainedModel, needles: list[Needle], shares: list[float
 
 def needles_of(tokenizer: PreTrainedTokenizerBase, book: Path, tokens: int, count: int) -> list[Needle]:
     """Make `count` prompts of `tokens` tokens that hide pass keys in a book."""
-
-    def encoded(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
+    encoded = encoder(tokenizer)
     text, generator = encoded(book.read_text(encoding="utf-8")), random.Random(5)
     return [needle(encoded, beginning(tokenizer), text, tokens, generator) for _ in range(count)]
 

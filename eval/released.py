@@ -21,7 +21,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -100,10 +100,7 @@ def load(task: Task) -> Model:
     tokenizer = AutoTokenizer.from_pretrained(task.folder)
     begin = beginning(tokenizer)
 
-    def encoded(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
+    encoded = encoder(tokenizer)
     length = task.prompt + task.steps + 1 - len(begin)
     ids = encoded(Path(task.text).read_text(encoding="utf-8")[: 8 * length * task.rows])
     rows = [begin + ids[i * length : (i + 1) * length] for i in range(min(task.rows, len(ids) // length))]
@@ -115,13 +112,20 @@ def load(task: Task) -> Model:
     return Model(Path(task.folder).name, module, torch.tensor(rows, device=task.device), needles)
 
 
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """Return a function that gives the tokens of a text, without special ones."""
+    return lambda text: tokenizer(text, add_special_tokens=False).input_ids
+
+
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens in front of each text. Gemma was trained with one, and errs much without."""
     begin: list[int] = tokenizer("").input_ids
     return begin
 
 
-def needle(encoded: Any, begin: list[int], book: list[int], tokens: int, generator: random.Random) -> Needle:
+def needle(
+    encoded: Callable[[str], list[int]], begin: list[int], book: list[int], tokens: int, generator: random.Random
+) -> Needle:
     """Make a prompt of exactly `tokens` tokens: part of the book with the key in its middle, and the question."""
     key = "".join(str(generator.randint(1, 9)) for _ in range(5))
     head, line, tail = map(encoded, (HEAD, NEEDLE.format(key=key), TAIL))
