@@ -16,8 +16,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("count_kernels.py")
 
-# The merge has one for few and one for many splits, a step's append one of fewer registers for many rows.
-TWICE = {"merge_kernel", "short_kernel"}
+# The merge has three for the number of splits, a step's append one of fewer registers for many rows.
+SEVERAL = {"merge_kernel": 3, "short_kernel": 2}
 MOST = {"turbo": 12, "int8": 12, "sage2": 12, "turbo:bits=mixed": 20, "sinkq": 20}  # with a later prompt's own kernel
 
 
@@ -34,7 +34,7 @@ def compiled() -> list[list[str]]:
 def test_ten_shapes_compile_each_kernel_once(compiled: list[list[str]], method: str):
     kernels = Counter(name for served, when, name in compiled if (served, when) == (method, "cold"))
     assert {"long_kernel", "short_kernel", "decode_kernel", "merge_kernel"} <= set(kernels)
-    assert all(count <= 1 + (name in TWICE) for name, count in kernels.items()), kernels
+    assert all(count <= SEVERAL.get(name, 1) for name, count in kernels.items()), kernels
     assert kernels.total() <= MOST[method]
 
 

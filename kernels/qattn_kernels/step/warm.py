@@ -19,9 +19,9 @@ from qattn_kernels.layout import Geometry
 from qattn_kernels.step.operator import compute
 
 THREADS = 8  # maximum: the compiler runs outside the GIL, the rest inside
-# (rows, tokens, earlier blocks) of calls that together launch all kernels of `generate`: a prompt, a step of few and of
-# many rows (which merge few or many splits), and a later prompt.
-CALLS = ((1, SHORT_CALL + 1, 0), (1, 1, 1), (64, 1, 1), (1, SHORT_CALL + 1, 1))
+# (rows, tokens, earlier blocks) of calls that together launch all kernels of `generate`: a prompt, steps of few to many
+# rows (which merge many to few splits), and a later prompt.
+CALLS = ((1, SHORT_CALL + 1, 0), (1, 1, 1), (16, 1, 1), (64, 1, 1), (1, SHORT_CALL + 1, 1))
 
 
 class LayerShape(NamedTuple):

@@ -1,8 +1,8 @@
 """Decode attention in Triton: split-KV, as in FlashDecoding.
 
 The context of a row has three parts: packed blocks, the ring of open tokens, and the sink pool. It is divided into
-splits. One program attends to one split with an online softmax (`parts.py`, `open_tokens.py`). A merge kernel then
-combines the splits by their log-sum-exp. `ops/decode/reference.py` is the specification.
+splits (`splits.py`). One program attends to one split with an online softmax (`parts.py`, `open_tokens.py`). The splits
+are then combined by their log-sum-exp (`merge.py`). `ops/decode/reference.py` is the specification.
 
 For the format `flashq` this is TurboAttention's Algorithm 2, with the key channel scale folded into the query and the
 value channel scale into the accumulator.
@@ -15,24 +15,13 @@ the form that its format's functions take (`formats.contract.JitFormat`)."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
-from qattn_kernels.jit.rotation import rotate_rows
-from qattn_kernels.jit.rows import commit_row, first_bits, load_row, locate, queries_end, result_column, settle_sinks
-from qattn_kernels.launch import constants
+from qattn_kernels.jit.math import NOTHING
+from qattn_kernels.jit.rows import commit_row, first_bits, load_row, locate, queries_end
 from qattn_kernels.layout import BlockState
-from qattn_kernels.ops.decode.open_tokens import (
-    SinkPool,
-    last_sink,
-    ring_part,
-    sink_part,
-    sink_scores,
-    split_used,
-)
+from qattn_kernels.ops.decode.open_tokens import SinkPool, last_sink, ring_part, sink_part, sink_scores
 from qattn_kernels.ops.decode.parts import (
     Blocks,
     Codec,
@@ -46,63 +35,9 @@ from qattn_kernels.ops.decode.parts import (
     packed_part,
 )
 from qattn_kernels.ops.decode.queries import QuerySource, load_queries, query_tile
+from qattn_kernels.ops.decode.splits import Results, split_range, store_split
 from qattn_kernels.ops.decode.table import Shares
 from qattn_kernels.ops.decode.weights import known_mass
-
-FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
-
-
-@triton.jit
-def blocks_seen(row, NB, C: tl.constexpr):
-    """Return the number of arena blocks that some query of the call reads, capped at the capacity `NB`."""
-    if C.RING == 0:
-        blocks = row.closed + tl.cdiv(row.length + row.count - row.open_start, C.BLOCK)
-    elif C.ONE_TOKEN and C.SPAN == C.BLOCK and C.RESIDUAL == 0:
-        blocks = row.closed  # this call still reads a block that it closes from the ring
-    else:
-        blocks = row.closed + row.closing
-    return tl.minimum(blocks, NB)
-
-
-@triton.jit
-def blocks_per_split(blocks, splits, shares, C: tl.constexpr):
-    """Return the packed blocks per split, a multiple of `C.TILE`, for a row of `blocks` blocks.
-
-    `splits`: splits of the launch, including splits of open tokens. `shares`: the `table.Shares`. The result ignores
-    the capacity, so that sums do not depend on it."""
-    sharing = tl.minimum(tl.where(blocks < shares.few * shares.long, shares.few, shares.many), splits - C.OPEN)
-    return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), shares.least), C.TILE) * C.TILE
-
-
-@triton.jit
-def split_range(split, splits, row, NB, shares, C: tl.constexpr):
-    """Return the block range of a split: `(blocks, per_split, begin, end, used)`.
-
-    `blocks` is the number of packed blocks that some query reads, `per_split` the number per split. `used` tells
-    whether the split can hold a token. The first `C.OPEN` splits read open tokens instead of blocks."""
-    blocks = blocks_seen(row, NB, C)
-    per_split = blocks_per_split(blocks, splits, shares, C)
-    begin = (split - C.OPEN) * per_split
-    end = tl.minimum(begin + per_split, blocks)
-    used = (split < C.OPEN) | (begin < end)
-    if C.RING_PARTS > 1:
-        used = used & split_used(split, row, C)
-    return blocks, per_split, begin, end, used
-
-
-class Results(NamedTuple):
-    """Partial results of all splits, and the counters of sparse V.
-
-    Attributes:
-        out: fp32 `[B * H, splits, T * G, D]`, sums of weighted values, not yet divided by the sum of the weights.
-        stats: fp32 `[B * H, splits, T * G, 2]`, the largest score in log2 units, and the sum of the weights relative to
-            it. Sparse V has a third entry, the dropped part of that sum.
-        skip_counts: the `SkipCounts` of sparse V, or None.
-    """
-
-    out: Any
-    stats: Any
-    skip_counts: Any
 
 
 @triton.jit
@@ -126,25 +61,6 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
         return known_mass(sink_scores(pool, program, 0, codec, C), program.scoring.sas_threshold, C)
     else:
         return tl.full([C.Q], NOTHING, tl.float32)
-
-
-@triton.jit
-def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C: tl.constexpr):
-    """Store one split's `Sums` and `Skips` of queries `n` to `results`.
-
-    `T`: tokens of the call. `real`: bool `[Q]`, columns with a token. Queries marked in `nonfinite` get NaN."""
-    SIDE: tl.constexpr = C.V
-    STAT: tl.constexpr = 3 if C.SPARSE_V else 2
-    acc = tl.where(nonfinite[None, :], float("nan"), sums.acc)
-    d, inside = tl.arange(0, SIDE.DP), n < T * C.G
-    at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
-    tl.store(results.out + at[None, :] * SIDE.D + d[:, None], acc, mask=inside[None, :] & (d < SIDE.D)[:, None])
-    tl.store(results.stats + at * STAT, sums.m, mask=inside)
-    tl.store(results.stats + at * STAT + 1, sums.l, mask=inside)
-    if C.SPARSE_V:
-        tl.store(results.stats + at * STAT + 2, skips.lost, mask=inside)
-        tl.atomic_add(results.skip_counts.read + bh, tl.sum(tl.where(real, skips.read, 0), 0).to(tl.int64))
-        tl.atomic_add(results.skip_counts.skipped + bh, tl.sum(tl.where(real, skips.skipped, 0), 0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
@@ -208,115 +124,3 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
             homes = Homes(HeadHome(k_head, k_low), HeadHome(v_head, v_low))
             sums, skips = packed_part(K, V, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
         store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
-
-
-class Parts(NamedTuple):
-    """Partial results of one query, from `[n]` splits or merged.
-
-    Attributes:
-        m: maxima of the scores, in log2 units.
-        l: sums of weights.
-        lost: the part of `l` that sparse V dropped.
-        acc: sums of weighted values, `[n, DP]`.
-    """
-
-    m: Any
-    l: Any
-    lost: Any
-    acc: Any
-
-
-@triton.jit
-def load_parts(results, base, i, end, T, C: tl.constexpr):
-    """Load the `Parts` that `store_split` wrote for splits `i`, as far as `i < end`."""
-    SIDE: tl.constexpr = C.V
-    STAT: tl.constexpr = 3 if C.SPARSE_V else 2
-    d, there = tl.arange(0, SIDE.DP), i < end
-    at = base + i.to(tl.int64) * (T * C.G)
-    m = tl.load(results.stats + at * STAT, mask=there, other=NOTHING)
-    l = tl.load(results.stats + at * STAT + 1, mask=there, other=0.0)
-    lost = tl.load(results.stats + at * STAT + 2, mask=there, other=0.0) if C.SPARSE_V else l
-    acc = tl.load(
-        results.out + at[:, None] * SIDE.D + d[None, :], mask=there[:, None] & (d < SIDE.D)[None, :], other=0.0
-    )
-    return Parts(m, l, lost, acc)
-
-
-@triton.jit
-def _join(merged, parts, i, live, row, C: tl.constexpr):
-    """Return `merged` combined with the `parts` of splits `i`, as far as `i < live`, by their log-sum-exp."""
-    exists = i < live
-    if C.RING_PARTS > 1:
-        exists = exists & split_used(i, row, C)
-    m = tl.where(exists, parts.m, NOTHING)
-    running = tl.maximum(merged.m, tl.max(m, 0))
-    w = tl.where(m > NOTHING, tl.exp2(m - running), 0.0)
-    alpha = tl.exp2(merged.m - running)
-    l = merged.l * alpha + tl.sum(tl.where(exists, parts.l, 0.0) * w, 0)
-    lost = merged.lost
-    if C.SPARSE_V:
-        lost = lost * alpha + tl.sum(tl.where(exists, parts.lost, 0.0) * w, 0)
-    acc = merged.acc * alpha + tl.sum(tl.where(exists[:, None], parts.acc, 0.0) * w[:, None], 0)
-    return Parts(running, l, lost, acc)
-
-
-@triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
-def merge_kernel(RESULTS, ROWS, LAYER, SINKS, RESULT, LSE, NB, splits, T, few, many, long, least, CHUNK: tl.constexpr,
-                 SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Merge the splits of one query by their log-sum-exp. One program per (query, head, row).
-
-    Columns without a query get zeros. Every split has read the old mask bits by now, so this kernel also updates the
-    bits of the sink pool.
-
-    Args:
-        RESULTS: fields of a `Results`.
-        SINKS: the model's learned sink logits, `[Hq]`. They add to the softmax denominator and have no token.
-        RESULT: output `[B, T, Hq, D]`. LSE: output fp32 `[B, Hq, T]`. CHUNK: splits loaded at once.
-    """
-    SIDE: tl.constexpr = C.V
-    r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, results = load_row(ROWS, b), Results(*RESULTS)
-    base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
-    # Load the first splits before the row says how many splits exist. Short contexts have few splits, and joining a
-    # large tile would take longer than loading it.
-    few_parts = load_parts(results, base, tl.arange(0, FEW_SPLITS), splits, T, C)
-    first_parts = load_parts(results, base, tl.arange(0, CHUNK), splits, T, C)
-    t, head = r // C.G, h * C.G + r % C.G
-    blocks = blocks_seen(row, NB, C)
-    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, Shares(few, many, long, least), C)) + C.OPEN
-    merged = Parts(
-        tl.full([], NOTHING, tl.float32), tl.full([], 0, tl.float32), tl.full([], 0, tl.float32),
-        tl.full([SIDE.DP], 0, tl.float32),
-    )  # fmt: skip
-    if SINK_LOGITS:
-        logit = tl.load(SINKS + head).to(tl.float32) * LOG2E
-        merged = Parts(logit, merged.l + 1.0, merged.lost, merged.acc)
-    if live <= FEW_SPLITS:
-        merged = _join(merged, few_parts, tl.arange(0, FEW_SPLITS), live, row, C)
-    else:
-        merged = _join(merged, first_parts, tl.arange(0, CHUNK), live, row, C)
-    for start in range(CHUNK, live, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        merged = _join(merged, load_parts(results, base, i, live, T, C), i, live, row, C)
-    m, l, lost, acc = merged
-    if C.SPARSE_V:
-        if t < row.count:
-            share = lost / tl.where(l == 0.0, 1.0, l)
-            tl.atomic_add(results.skip_counts.queries + b * C.H + h, tl.full([], 1, tl.int64))
-            tl.atomic_add(results.skip_counts.dropped + b * C.H + h, share.to(tl.float64))
-            tl.atomic_max(results.skip_counts.worst + b * C.H + h, share)
-    column, query = result_column(t, row, T), t < queries_end(row, T, C)
-    result = tl.where(query, acc / tl.where(l == 0.0, 1.0, l), 0.0)
-    if SIDE.ROTATION is not None:
-        R: tl.constexpr = SIDE.ROTATION
-        result = tl.reshape(
-            rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], None, True, R), [SIDE.DP]
-        )
-    lse = tl.where(query, m * LN2 + tl.log(l), 0.0)
-    heads = C.H * C.G
-    out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, SIDE.DP)
-    tl.store(RESULT + out * SIDE.D + d, result.to(RESULT.dtype.element_ty), mask=d < SIDE.D)
-    tl.store(LSE + (b.to(tl.int64) * heads + head) * T + column, lse)
-    if C.ENTRIES > 0:
-        if r == 0:
-            settle_sinks(LAYER, row, b, h, NB, C)

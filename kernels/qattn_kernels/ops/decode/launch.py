@@ -9,13 +9,16 @@ import torch
 from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
+from qattn_kernels.launch.constants import FEW_SPLITS, Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
-from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
+from qattn_kernels.ops.decode.kernel import decode_kernel
+from qattn_kernels.ops.decode.merge import merge_kernel
 from qattn_kernels.ops.decode.table import Shares, choose
 
 LOG2E = math.log2(math.e)
+MERGED = 4096  # partial numbers that one warp holds at once, in half of its registers
 ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp and four warps merge at once
 
 
@@ -39,9 +42,18 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    few = tuned.shares.many <= ONE_WARP  # not the splits launched: sums would depend on the capacity
-    chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
-    return merge(call, results, tuned.shares, chunk, warps_of(size.V.DP, warps))
+    chunk, queries, warps = _merging(size, tuned.shares)
+    return merge(call, results, tuned.shares, chunk, queries, warps_of(size.V.DP, warps))
+
+
+def _merging(size: Sizes, shares: Shares) -> tuple[int, int, int]:
+    """Return how many splits and queries a program of the merge takes at once, and its warps.
+
+    Many rows have few splits each, but so many queries that programs of one query would not all run at once. The number
+    of launched splits does not matter: sums would depend on the capacity."""
+    if shares.many + size.OPEN <= FEW_SPLITS:
+        return FEW_SPLITS, max(1, min(power_of_two(size.G), MERGED // (FEW_SPLITS * size.V.DP))), 1
+    return (ONE_WARP, 1, 1) if shares.many <= ONE_WARP else (MANY_SPLITS, 1, 4)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:
@@ -51,7 +63,7 @@ def scoring(call: Call) -> tuple[float, float, int, float]:
 
 
 def results_of(call: Call, shares: Shares) -> tuple:
-    """Return a `kernel.Results` as a plain tuple, with uninitialised buffers for the partial results of all splits."""
+    """Return a `splits.Results` as a plain tuple, with uninitialised buffers for the partial results of all splits."""
     (few, many, long, _), size = shares, call.sizes
     most = few if call.blocks < few * long else many
     shape = call.batch * size.H, min(most, call.blocks) + size.OPEN, call.tokens * size.G
@@ -61,16 +73,20 @@ def results_of(call: Call, shares: Shares) -> tuple:
     return out, stats, skip_counts_of(call.state) if size.SPARSE_V else None
 
 
-def merge(call: Call, results: tuple, shares: Shares, chunk: int, warps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the splits of each query by their log-sum-exp, `chunk` at once. Returns the same as `decode`."""
-    scores, size, device = call.scores, call.sizes, call.query.device
+def merge(
+    call: Call, results: tuple, shares: Shares, chunk: int, queries: int, warps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the splits of each query by their log-sum-exp, `chunk` splits of `queries` queries at once.
+
+    Returns:
+        The results of `decode`."""
+    size, device = call.sizes, call.query.device
     heads = size.H * size.G
     out = torch.empty((call.batch, call.tokens, heads, size.V.D), dtype=call.query.dtype, device=device)
     lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
     launch(
-        merge_kernel, (call.tokens * size.G, size.H, call.batch),
-        results, call.rows, call.layer, lse if scores.sinks is None else scores.sinks, out, lse, call.blocks,
-        results[0].shape[1], call.tokens, *shares, chunk, scores.sinks is not None, size, num_warps=warps,
-        enable_fp_fusion=True,
+        merge_kernel, (-(-call.tokens * size.G // queries), size.H, call.batch),
+        results, call.rows, call.layer, (out, lse, call.scores.sinks), call.blocks, results[0].shape[1], call.tokens,
+        *shares, chunk, queries, size, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -29,7 +29,6 @@ from qattn_kernels.jit.rows import commit_row, in_window, load_row, queries_end,
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
-from qattn_kernels.ops.decode.kernel import Results, split_range, store_split
 from qattn_kernels.ops.decode.masks import mask_packed, mask_ring, masked_words
 from qattn_kernels.ops.decode.open_tokens import RING_TILE, ring_tile_used
 from qattn_kernels.ops.decode.parts import (
@@ -39,6 +38,7 @@ from qattn_kernels.ops.decode.parts import (
     Sums,
 )
 from qattn_kernels.ops.decode.queries import QuerySource
+from qattn_kernels.ops.decode.splits import Results, split_range, store_split
 from qattn_kernels.ops.decode.table import Shares
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials

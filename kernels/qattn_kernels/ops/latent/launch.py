@@ -62,7 +62,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return merge(call, results, shares, FEW_SPLITS, MERGE_WARPS)
+    return merge(call, results, shares, FEW_SPLITS, 1, MERGE_WARPS)
 
 
 def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,163 @@
+"""Merge the splits of a decode by their log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
+from qattn_kernels.jit.rotation import rotate_rows
+from qattn_kernels.jit.rows import load_row, queries_end, result_column, settle_sinks
+from qattn_kernels.launch import constants
+from qattn_kernels.ops.decode.open_tokens import split_used
+from qattn_kernels.ops.decode.splits import Results, blocks_per_split, blocks_seen
+from qattn_kernels.ops.decode.table import Shares
+
+FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
+
+
+class Output(NamedTuple):
+    """The results of a call, and the logits that they take part of the softmax from.
+
+    Attributes:
+        out: `[B, T, Hq, D]` in the model's dtype.
+        lse: fp32 `[B, Hq, T]`, log-sum-exp.
+        sink_logits: the model's learned sink logits `[Hq]`, or None. They add to the softmax denominator and have no
+            token.
+    """
+
+    out: Any
+    lse: Any
+    sink_logits: Any
+
+
+class Parts(NamedTuple):
+    """Partial results of queries `[M]`: of splits `[S]`, or merged, then without the first dimension.
+
+    Attributes:
+        m: `[S, M]`, maxima of the scores, in log2 units.
+        l: `[S, M]`, sums of weights.
+        lost: `[S, M]`, the part of `l` that sparse V dropped.
+        acc: `[S, M, DP]`, sums of weighted values.
+    """
+
+    m: Any
+    l: Any
+    lost: Any
+    acc: Any
+
+
+@triton.jit
+def _load_parts(results, base, i, n, end, T, C: tl.constexpr):
+    """Load the `Parts` that `store_split` wrote for splits `i` and queries `n`, as far as `i < end`.
+
+    `base`: index of the head's first split, query 0."""
+    SIDE: tl.constexpr = C.V
+    STAT: tl.constexpr = 3 if C.SPARSE_V else 2
+    d, there = tl.arange(0, SIDE.DP), (i < end)[:, None] & (n < T * C.G)[None, :]
+    at = base + i.to(tl.int64)[:, None] * (T * C.G) + n[None, :]
+    m = tl.load(results.stats + at * STAT, mask=there, other=NOTHING)
+    l = tl.load(results.stats + at * STAT + 1, mask=there, other=0.0)
+    lost = tl.load(results.stats + at * STAT + 2, mask=there, other=0.0) if C.SPARSE_V else l
+    inside = there[:, :, None] & (d < SIDE.D)[None, None, :]
+    acc = tl.load(results.out + at[:, :, None] * SIDE.D + d[None, None, :], mask=inside, other=0.0)
+    return Parts(m, l, lost, acc)
+
+
+@triton.jit
+def _join(merged, parts, i, live, row, C: tl.constexpr):
+    """Return `merged` combined with the `parts` of splits `i`, as far as `i < live`, by their log-sum-exp."""
+    exists = i < live
+    if C.RING_PARTS > 1:
+        exists = exists & split_used(i, row, C)
+    m = tl.where(exists[:, None], parts.m, NOTHING)
+    running = tl.maximum(merged.m, tl.max(m, 0))
+    w = tl.where(m > NOTHING, tl.exp2(m - running[None, :]), 0.0)
+    alpha = tl.exp2(merged.m - running)
+    l = merged.l * alpha + tl.sum(tl.where(exists[:, None], parts.l, 0.0) * w, 0)
+    lost = merged.lost
+    if C.SPARSE_V:
+        lost = lost * alpha + tl.sum(tl.where(exists[:, None], parts.lost, 0.0) * w, 0)
+    acc = tl.where(exists[:, None, None], parts.acc, 0.0) * w[:, :, None]
+    return Parts(running, l, lost, merged.acc * alpha[:, None] + tl.sum(acc, 0))
+
+
+@triton.jit
+def _no_parts(output, h, n, M: tl.constexpr, C: tl.constexpr):
+    """Return the merged `Parts` of no split; learned sink logits are in them."""
+    SIDE: tl.constexpr = C.V
+    m, zero = tl.full([M], NOTHING, tl.float32), tl.full([M], 0, tl.float32)
+    acc = tl.full([M, SIDE.DP], 0, tl.float32)
+    if output.sink_logits is not None:
+        m = tl.load(output.sink_logits + h * C.G + n % C.G).to(tl.float32) * LOG2E
+        return Parts(m, zero + 1.0, zero, acc)
+    else:
+        return Parts(m, zero, zero, acc)
+
+
+@triton.jit
+def _count_skips(counts, merged, counted, bh):
+    """Add what sparse V dropped of the queries where `counted` `[M]` is true to the `SkipCounts`."""
+    share, at = merged.lost / tl.where(merged.l == 0.0, 1.0, merged.l), bh + tl.where(counted, 0, 0)
+    tl.atomic_add(counts.queries + at, counted.to(tl.int64), mask=counted)
+    tl.atomic_add(counts.dropped + at, share.to(tl.float64), mask=counted)
+    tl.atomic_max(counts.worst + at, share, mask=counted)
+
+
+@triton.jit
+def _store_output(output, merged, skip_counts, row, b, h, n, T, C: tl.constexpr):
+    """Store the results of queries `n` `[M]`. Columns without a query get zeros."""
+    SIDE: tl.constexpr = C.V
+    t, inside = n // C.G, n < T * C.G
+    DTYPE: tl.constexpr = output.out.dtype.element_ty
+    if C.SPARSE_V:
+        _count_skips(skip_counts, merged, inside & (t < row.count), b * C.H + h)
+    column, query = result_column(t, row, T), t < queries_end(row, T, C)
+    result = tl.where(query[:, None], merged.acc / tl.where(merged.l == 0.0, 1.0, merged.l)[:, None], 0.0)
+    if SIDE.ROTATION is not None:
+        R: tl.constexpr = SIDE.ROTATION
+        result = rotate_rows(result.to(DTYPE).to(tl.float32), None, True, R)
+    lse = tl.where(query, merged.m * LN2 + tl.log(merged.l), 0.0)
+    heads, head, d = C.H * C.G, h * C.G + n % C.G, tl.arange(0, SIDE.DP)
+    at = (b.to(tl.int64) * T + column) * heads + head
+    wanted = inside[:, None] & (d < SIDE.D)[None, :]
+    tl.store(output.out + at[:, None] * SIDE.D + d[None, :], result.to(DTYPE), mask=wanted)
+    tl.store(output.lse + (b.to(tl.int64) * heads + head) * T + column, lse, mask=inside)
+
+
+@triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
+def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, least, CHUNK: tl.constexpr,
+                 QUERIES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Merge the splits of `QUERIES` queries. One program per (tile of queries, head, row).
+
+    Every split has read the old mask bits by now, so this kernel also updates the bits of the sink pool.
+
+    Args:
+        RESULTS, OUTPUT: fields of a `Results` and of an `Output`.
+        splits: splits of the launch that stored the results. CHUNK: splits loaded at once, at least `FEW_SPLITS`.
+    """
+    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, results, output = load_row(ROWS, b), Results(*RESULTS), Output(*OUTPUT)
+    base, n = (b * C.H + h).to(tl.int64) * splits * (T * C.G), tile * QUERIES + tl.arange(0, QUERIES)
+    # Load the first splits before the row says how many splits exist. Short contexts have few splits, and joining a
+    # large tile would take longer than loading it.
+    few_parts = _load_parts(results, base, tl.arange(0, FEW_SPLITS), n, splits, T, C)
+    first_parts = few_parts
+    if CHUNK > FEW_SPLITS:
+        first_parts = _load_parts(results, base, tl.arange(0, CHUNK), n, splits, T, C)
+    blocks = blocks_seen(row, NB, C)
+    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, Shares(few, many, long, least), C)) + C.OPEN
+    merged = _no_parts(output, h, n, QUERIES, C)
+    if live <= FEW_SPLITS:
+        merged = _join(merged, few_parts, tl.arange(0, FEW_SPLITS), live, row, C)
+    else:
+        merged = _join(merged, first_parts, tl.arange(0, CHUNK), live, row, C)
+    for start in range(CHUNK, live, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        merged = _join(merged, _load_parts(results, base, i, n, live, T, C), i, live, row, C)
+    _store_output(output, merged, results.skip_counts, row, b, h, n, T, C)
+    if C.ENTRIES > 0:
+        if tile == 0:
+            settle_sinks(LAYER, row, b, h, NB, C)

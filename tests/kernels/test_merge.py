@@ -1,0 +1,67 @@
+"""Programs of the merge take several queries if rows are many. Their results are those of one query a program."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import DEVICE, Case, make_layer
+from kernel_cases import INT8, NONE
+
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_kernels.chip import H200, as_chip
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.ops.decode import launch
+from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+SMALL = H200._replace(multiprocessors=1)  # the rows of a test fill it, so a context gets few splits
+SETTINGS: list[Case] = [
+    INT8,
+    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 128}),  # several programs read the ring
+    ("turbo", {"sink_num": 2}),
+    ("fp8", {}),  # no program reads open tokens
+    ("turboquant", {"rotate": "hadamard", "sparse_v_tau": 0.01}),
+]
+CUTS = [1, 63, 64, 127, 128, 130]
+Outputs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def spans(end: int, tokens: int) -> torch.Tensor:
+    """Row 0 has tokens from the second call on, row 1 never, the others always."""
+    return torch.tensor([[0, tokens * (end > 1)], [0, 0], [0, tokens], [0, tokens]], dtype=torch.int32, device=DEVICE)
+
+
+def run_steps(run, case: Case, sinks: bool = False) -> tuple[QAttnLayer, Outputs]:
+    """The layer, and outputs and log-sum-exps of calls that end at `CUTS`."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, h, CUTS[-1], 64, generator=g).to(DEVICE) for h in (6, 2, 2))
+    layer, found = make_layer(case, 256), []
+    layer.lazy_initialization(k, v)
+    scores = Scores(0.125, sinks=torch.arange(-3.0, 3.0, device=DEVICE) if sinks else None)
+    past = (layer.capacity // layer.spec.window.block,) if run is fused_step else ()
+    for start, end in pairwise([0, *CUTS]):
+        new = (x[:, :, start:end].contiguous() for x in (q, k, v))
+        found.append(run(*new, spans(end, end - start), layer.state, layer.spec, scores, *past))
+    return layer, found
+
+
+@pytest.mark.parametrize(("case", "sinks"), [(NONE, True), *((case, False) for case in SETTINGS)], ids=str)
+def test_a_program_of_several_queries_has_the_results_of_one_query(
+    case: Case, sinks: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps that close blocks, rows without tokens, a step of two tokens, and three query heads of a KV head."""
+    _, want = run_steps(reference_step, case, sinks)
+    with as_chip(SMALL):
+        monkeypatch.setattr(launch, "ONE_WARP", None)  # a comparison with it would raise
+        layer, several = run_steps(fused_step, case, sinks)
+        monkeypatch.setattr(launch, "_merging", lambda *_: (16, 1, 1))
+        other, one = run_steps(fused_step, case, sinks)
+    assert all(torch.equal(layer.state[name], other.state[name]) for name in layer.state if name[:4] != "skip")
+    for (out, lse), (out2, lse2), (out3, _) in zip(several, one, want, strict=True):
+        # only the order of sums differs, of at most ten numbers in fp32
+        torch.testing.assert_close(out, out2, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse, lse2, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out, out3, rtol=0.05, atol=0.05)  # a wrong or missing split is off by 1
