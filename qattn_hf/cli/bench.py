@@ -233,8 +233,10 @@ def requests(
     Example: qattn bench requests --method turbo --kv-memory 8GiB --longest 8192
     """
     from qattn_hf.bench import requests as measured
+    from qattn_hf.generate.continuous.transformers_api import check_version
     from qattn_hf.recipes.recipe import find_recipes
 
+    check_version()
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     (load,) = chosen_points(measured, quick, where, None, None)
     memory = whole_mib(kv_memory) or [load.kv_mib]
