@@ -195,7 +195,7 @@ def test_device_of_offloaded_weights():
 # Compiled
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_model_that_was_compiled_before_patch(fullgraph):
     """Its calls are compiled again. A new cache is made and allocated outside the compiled code."""
     model, uncompiled = tiny_llama(), patch(tiny_llama(), "turbo")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ import pytest
 import torch
 import transformers
 from known_types import KNOWN, known_table
-from models import measured_apart
 from small_configs import small_config
 from transformers import AutoModelForCausalLM
 from type_tables import SERVED as SERVED_RESULTS
@@ -22,7 +23,8 @@ from qattn_hf.model.layer_kinds import model_layers
 from qattn_hf.model.supported_models import check_model
 from qattn_hf.recipes.recipe import find_recipe
 
-RESULTS = Path(__file__).parent.parent / "eval" / "results"
+EVAL = Path(__file__).parent.parent / "eval"
+SWEEP, RESULTS = EVAL / "models.py", EVAL / "results"
 RECORD = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
 ROWS: dict[str, dict[str, Any]] = {row["model_type"]: row for row in RECORD["rows"] if row["result"] != "stock"}
 FIRST = ["llama", "mistral", "gemma4_text", "zamba2", "minimax", "deepseek_v3", "deepseek_v4", "bert", "mamba", "gptj"]
@@ -81,13 +83,24 @@ def test_a_type_is_served_as_recorded(model_type: str):
         assert (packed, layers) == (row["packed"], row["of"])
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "diffllama"])
-def test_the_sweep_measures_a_type_in_a_process_of_its_own(model_type: str):
-    row, recorded = measured_apart(model_type, 200), ROWS[model_type]
-    assert {key: row.get(key) for key in ("result", "layers")} == {k: recorded[k] for k in ("result", "layers")}
-    if continuous_api is not None:
-        assert row.get("batching") == recorded.get("batching")
-    late = measured_apart(model_type, 0.01)
+def swept(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Rows of the sweep by type. It forks, which is safe only in a process without threads."""
+    command = [sys.executable, SWEEP, *arguments]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return {row["model_type"]: row for row in map(json.loads, found.stdout.splitlines())}
+
+
+@pytest.mark.slow
+def test_the_sweep_measures_types_in_processes():
+    rows = swept("gemma3_text", "diffllama")
+    assert len(rows) == 2
+    for model_type, row in rows.items():
+        recorded = ROWS[model_type]
+        assert {key: row.get(key) for key in ("result", "layers")} == {k: recorded[k] for k in ("result", "layers")}
+        if continuous_api is not None:
+            assert row.get("batching") == recorded.get("batching")
+    late = swept("diffllama", "--seconds", "0.01")["diffllama"]
     assert (late["result"], late["reason"]) == ("error", "over 0.01 s")
 
 

@@ -34,7 +34,9 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", ["generate", pytest.param("checkpointing", marks=pytest.mark.slow), "generate_batch"])
+@pytest.mark.parametrize(
+    "how", ["generate", *(pytest.param(how, marks=pytest.mark.slow) for how in ("checkpointing", "generate_batch"))]
+)
 def test_ten_steps_of_grpo(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir())
     model = patch(tiny_llama(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id), "turbo")

@@ -60,12 +60,7 @@ RandomWeightsOption = Annotated[
 ]
 KvMemoryOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--kv-memory",
-        parser=bytes_of,
-        metavar="SIZE",
-        help="Memory for keys and values of all rows, such as 40GiB. Repeatable.",
-    ),
+    typer.Option("--kv-memory", parser=bytes_of, metavar="SIZE", help="Memory of the cache, as 40GiB. Repeatable."),
 ]
 HeadsOption = Annotated[
     str | None,
