@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DEVICE, Case, case_id, make_layer, spoil
+from helpers import DEVICE, Case, case_id, error, make_layer, spoil
 from kernel_cases import BY_CHANNELS, CASES, FORMATS, INT8, KIVI, LONG, MORE_CASES, NONE, SMOOTHED, TURBO, TWO_BITS
 
 from qattn_hf.layer.layer import QAttnLayer
@@ -82,10 +82,6 @@ def closes_again(run, layer: QAttnLayer, first: Inputs, again: Inputs, cuts: lis
 
 def differing(a: QAttnLayer, b: QAttnLayer) -> list[str]:
     return [name for name in a.state if not torch.equal(a.state[name], b.state[name])]
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.mark.parametrize(
