@@ -41,7 +41,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qattn_hf.methods import measured_settings
-from qattn_hf.recipes.recipe import find_recipe
 from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.chip import KIB, SHARED, as_chip, chip_with
 from qattn_kernels.launch.constants import PrefillSizes
@@ -153,18 +152,25 @@ def compiled(job: Job) -> dict[str, Any]:
 
 def translated(job: Job) -> dict[str, Any]:
     """Translate a kernel to Triton's own code and no further, which takes a tenth of the time; or the `error`."""
-    target = GPUTarget("cuda", job.capability, 32)
-    backend, context = make_backend(target), ir.context()
     try:
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        options = backend.parse_options(job.options)
-        job.source.make_ir(
-            target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-        )
+        front_end(job)
     except Exception as error:  # as in `compiled`
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     return {}
+
+
+def front_end(job: Job, *stages: str) -> str:
+    """Return a kernel in Triton's own code, after these first stages of the compiler."""
+    target, made = GPUTarget("cuda", job.capability, 32), job.source
+    backend, context, steps = make_backend(target), ir.context(), dict[str, Callable[[Any, dict[str, Any]], Any]]()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options(job.options)
+    backend.add_stages(steps, options, made.language)
+    code = made.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    for stage in stages:
+        code = steps[stage](code, {})
+    return str(code)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -226,6 +232,8 @@ def row(
     capability: int, method: str, dim: int, names: list[str], processes: int, by: Callable[[Job], dict[str, Any]]
 ) -> dict[str, Any]:
     """Compile or translate what a target, method and head dim need, and return the row."""
+    from qattn_hf.recipes.recipe import find_recipe  # loads Transformers, which `jobs_of` does without
+
     name, settings = split_method(method)
     spec = find_recipe(name, None, settings).settings.last_layer_spec(KV_HEADS)
     found = {"capability": capability, "way": method, "head_dim": dim, **({"only": names} if names else {})}

@@ -21,8 +21,6 @@ from transformers import PreTrainedModel
 from qattn_hf import patch, release, unpatch
 from qattn_hf.bench.generate import generate
 from qattn_hf.bench.model import LLAMA_8B, TINY, kv_bytes, random_model
-from qattn_hf.cache.cache import QAttnCache
-from qattn_hf.cache.reporting import report
 from qattn_hf.generate.long_prompts import PREFILL_CHUNK
 from qattn_hf.recipes.spelling import split_methods
 
@@ -62,8 +60,7 @@ def measured(model: PreTrainedModel, method: str, ids: torch.Tensor, chunk: int,
         gc.collect()
         run = generate(model, ids, NEW_TOKENS, inputs, watch=False)
     assert run is not None
-    packed = isinstance(run.cache, QAttnCache)
-    cache = report(run.cache).to_dict()["kv_bytes"] if packed else kv_bytes(run.cache)
+    cache = kv_bytes(run.cache)
     row = {
         "method": method,
         "batch": ids.shape[0],

@@ -24,6 +24,7 @@ from qattn_hf.bench.layers import bookkeeping
 from qattn_hf.bench.model import load_model
 from qattn_hf.bench.timing import capture, measure
 from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.reading.metrics import divergence
 from qattn_hf.reading.texts import rows_of
 
 METHODS = ("turbo", "turboquant:k_format=turbo4")
@@ -71,9 +72,9 @@ def measured(model: PreTrainedModel, method: str, ids: torch.Tensor) -> Iterator
     for tau in TAUS:
         patch(model, f"{method},sparse_v_tau={tau},sparse_v_budget=.inf" if ":" in method else
               f"{method}:sparse_v_tau={tau},sparse_v_budget=.inf")  # fmt: skip
-        logits, step, cache = read(model, ids)
+        log_p, step, cache = read(model, ids)
         said = report(cache).to_dict()
-        dense = logits if dense is None else dense
+        dense = log_p if dense is None else dense
         restore = bookkeeping([one.layer for one in step])
         for one in step:
             one.again()  # compiles and loads what a capture needs
@@ -88,14 +89,14 @@ def measured(model: PreTrainedModel, method: str, ids: torch.Tensor) -> Iterator
             "ms": round(times.median / len(step) / ROUNDS, 6),
             "skip_rate": said["skip_rate"],
             "dropped_mass": said["dropped_mass"],
-            "kl": divergence(dense, logits),
+            "kl": float(divergence(dense, log_p).mean()),
             "impl": said["impl"],
         }
 
 
 @torch.no_grad()
 def read(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, list[Attended], QAttnCache]:
-    """Logits `[STEPS, B, V]` of the tokens that are read one by one, the attention of the last one, and the cache."""
+    """Log-probabilities `[STEPS, B, V]` after tokens read one by one, the attention of the last one, and the cache."""
     cache, calls, attend = QAttnCache.for_model(model, max_cache_len=ids.shape[1] + 64), [], QAttnLayer.attend
 
     def watched(layer: QAttnLayer, query: Any, handle: Any, span: Any, scores: Any, unpadded: bool = False) -> Any:
@@ -103,18 +104,12 @@ def read(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, list[
         return attend(layer, query, handle, span, scores, unpadded)
 
     model(ids[:, :-STEPS], past_key_values=cache, logits_to_keep=1)
-    logits = []
+    log_p = []
     with mock.patch.object(QAttnLayer, "attend", watched):
         for token in ids[:, -STEPS:].split(1, 1):
             calls.clear()
-            logits.append(model(token, past_key_values=cache).logits[:, 0].float())
-    return torch.stack(logits), list(calls), cache
-
-
-def divergence(dense: torch.Tensor, sparse: torch.Tensor) -> float:
-    """Mean KL divergence of next-token distributions, in nats."""
-    p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+            log_p.append(model(token, past_key_values=cache).logits[:, 0].float().log_softmax(-1))
+    return torch.stack(log_p), list(calls), cache
 
 
 if __name__ == "__main__":

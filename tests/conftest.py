@@ -22,7 +22,7 @@ if WORKER is not None:  # parallel processes would wait for each other if each u
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that names a model of the hub would wait for the network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, and nothing waits for a hub out of reach
 os.environ["QATTN_TUNED"] = os.devnull  # tiles that were measured on this machine are not what tests expect
 gc.disable()  # until all modules are imported: nothing of them is garbage
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers import random_ids
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from qattn_hf import report
 from qattn_hf.model._compat import CACHE
@@ -75,6 +75,6 @@ def as_on_a_gpu(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
-def path(model: LlamaForCausalLM) -> tuple[str, str | None]:
+def path(model: PreTrainedModel) -> tuple[str, str | None]:
     data = report(model).to_dict()
     return data["decode"], data["decode_reason"]

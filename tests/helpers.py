@@ -102,6 +102,10 @@ def spoil(layer: QAttnLayer, used: int) -> None:
             unused.fill_(math.nan if unused.is_floating_point() else 85)
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def random_qkv(rows: int, tokens: int, seed: int = 0, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries of 4 heads, keys and values of 2, with a channel that stands out as in real keys."""
     g = torch.Generator().manual_seed(seed)
@@ -143,6 +147,12 @@ def same_state(a: QAttnLayer, b: QAttnLayer, rows: tuple[int, int] | None = None
         if name not in COUNTERS and not torch.equal(tensor, other):
             different.append(name)
     return different
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The norm of the difference as a share of the norm of `want`, in fp64."""
+    got, want = got.double(), want.double()
+    return ((got - want).norm() / want.norm()).item()
 
 
 def attention_fp64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ def state(cache: QAttnCache) -> dict[str, torch.Tensor]:
 
 
 def same(before: dict[str, torch.Tensor], cache: QAttnCache) -> bool:
-    return all(torch.equal(before[name], tensor) for name, tensor in state(cache).items())
+    now = cache.state_tensors()
+    return before.keys() == now.keys() and all(torch.equal(before[name], tensor) for name, (tensor, _) in now.items())
 
 
 def refused(call: Callable[[], Any], error: type[Exception], *parts: str) -> None:

@@ -10,16 +10,13 @@ import torch
 from batching import NEW, SECONDS, Fault, answer, break_token, outputs, refuse_token, running
 from helpers import DEVICE, make_layer, tiny_llama
 from small_types import tiny
-from test_continuous_batching import alone, batched, prompts_of
+from test_continuous_batching import alone, batched, needs_pages, prompts_of
 
 from qattn_hf import patch
 from qattn_hf.errors import QAttnError
-from qattn_hf.generate.continuous import transformers_api
 from qattn_hf.generate.continuous.batch import Held, batches
 
-pytestmark = pytest.mark.skipif(
-    transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
-)
+pytestmark = needs_pages
 
 
 @pytest.mark.parametrize(

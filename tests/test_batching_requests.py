@@ -9,7 +9,7 @@ import pytest
 import torch
 from batching import NEW, answer, outputs, running
 from helpers import tiny_llama
-from test_continuous_batching import alone, batched, config, prompts_of
+from test_continuous_batching import alone, batched, config, needs_pages, prompts_of
 from transformers import (
     LlamaConfig,
     MinPLogitsWarper,
@@ -22,9 +22,7 @@ from qattn_hf import UnsupportedError, patch, report
 from qattn_hf.errors import QAttnError
 from qattn_hf.generate.continuous import transformers_api
 
-pytestmark = pytest.mark.skipif(
-    transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
-)
+pytestmark = needs_pages
 
 
 BAD = {

@@ -10,11 +10,10 @@ import torch
 from batching import NEW, Fault, answer, break_token, outputs, running
 from helpers import DEVICE, random_qkv
 from small_types import SHARED_KEYS, tiny
-from test_continuous_batching import alone, batched, prompts_of
+from test_continuous_batching import alone, batched, needs_pages, prompts_of
 from test_window_layer import CLOSE, windowed
 
 from qattn_hf import UnsupportedError, patch, report
-from qattn_hf.generate.continuous import transformers_api
 from qattn_hf.generate.continuous.batch import Held, batches
 from qattn_hf.generate.continuous.rings import AT_ONCE, RingLayer
 from qattn_hf.layer.window_layer import WindowLayer
@@ -22,9 +21,7 @@ from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry, State
 
-pytestmark = pytest.mark.skipif(
-    transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
-)
+pytestmark = needs_pages
 LENGTHS = (5, 300, 1, 64)  # the second is longer than the ring of a window of 20 tokens, which is 256
 SHORT = {"max_new_tokens": NEW}
 

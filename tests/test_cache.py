@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_graphs import GREEDY, IDS, as_on_a_gpu
 from helpers import Case, case_id, cases, feed, make_layer, random_ids, random_qkv, same_state, tiny_llama
+from refusals import same, state
 from transformers import LlamaForCausalLM
 
 from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch, report
@@ -24,15 +25,6 @@ ROWS = random_ids(3, 70)
 @pytest.fixture
 def model() -> LlamaForCausalLM:
     return patch(as_on_a_gpu(tiny_llama()), "turbo")
-
-
-def state(cache: QAttnCache) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, (tensor, _) in cache.state_tensors().items()}
-
-
-def same(before: dict[str, torch.Tensor], cache: QAttnCache) -> bool:
-    now = cache.state_tensors()
-    return before.keys() == now.keys() and all(torch.equal(before[name], tensor) for name, (tensor, _) in now.items())
 
 
 def test_a_length_is_the_callers_own(model):

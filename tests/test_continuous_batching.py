@@ -20,9 +20,10 @@ from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry
 
-pytestmark = pytest.mark.skipif(
+needs_pages = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
 )
+pytestmark = needs_pages
 NEW = 20  # tokens of an answer: some prompts end less before a block boundary
 EQUALIZED = "turboquant:k_format=turbo4,equalize_k=true"
 METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_paper", EQUALIZED]

@@ -35,7 +35,7 @@ def demo():
 def rows(demo):
     """Three methods of the demo model, on two rows."""
     model, tokenizer = demo
-    reading = read_as(rows_of(tokenizer, made_text(8000), 2, 300), steps=4, batch=1)
+    reading = read_as(rows_of(tokenizer, made_text(8000), 2, 200), steps=4, batch=1)
     recipes = find_recipes(["none", "turbo", "turbo:bits=2"])
     return {row["method"]: row for row in compare(model, recipes, reading, dtype=torch.bfloat16)}
 

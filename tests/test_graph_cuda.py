@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_graphs import path
 from helpers import Case, case_id, cases, random_ids, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
-from qattn_hf import QAttnCache, UnsupportedError, patch, release, report, unpatch
+from qattn_hf import QAttnCache, UnsupportedError, patch, release, unpatch
 from qattn_hf.generate.cuda_graph import graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -45,11 +46,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(graph, "record", timed)
     return found
-
-
-def path(model: PreTrainedModel) -> tuple[str, str | None]:
-    data = report(model).to_dict()
-    return data["decode"], data["decode_reason"]
 
 
 def padded(rows: int = 3, tokens: int = 70) -> dict[str, torch.Tensor]:

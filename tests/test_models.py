@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import error
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -98,10 +99,6 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def noise(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).float().pow(2).mean().sqrt() / want.float().pow(2).mean().sqrt())
-
-
 def turns(model: PreTrainedModel, ids: torch.Tensor, first: int = PROMPT - 4) -> torch.Tensor:
     """Return the logits of a prompt and of later single steps, which read the prompt from the cache."""
     out = model(ids[:, :first], use_cache=True)
@@ -115,10 +112,10 @@ def check_noise(method: str, got: torch.Tensor, want: torch.Tensor) -> None:
     """`none` computes what the stock cache does; the others are near it, and not it."""
     rounding = ROUNDING[got.dtype]
     if method == "none":
-        assert noise(got, want) < rounding
+        assert error(got, want) < rounding
     else:
         low, high = NOISE.get(method, (1e-4, 0.5))
-        assert low < noise(got, want) < high + rounding
+        assert low < error(got, want) < high + rounding
 
 
 # Families, shapes, dtypes

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_continuous_batching import needs_pages
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qattn_hf import UnsupportedError, cli, patch
@@ -26,9 +27,6 @@ here = pytest.importorskip(
 )
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
-batching = pytest.mark.skipif(
-    transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
-)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,7 @@ def test_requests_in_turn_get_the_same(folder: str, server: Any):
         assert client.ask(COMPLETIONS, {"prompt": "a", "max_tokens": here.POSITIONS})[0] == 400
 
 
-@batching
+@needs_pages
 def test_each_request_has_its_own_sampling(server: Any):
     settings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 2, "seed": 1}]
     settings += [{"top_k": 1}, {"temperature": 1, "seed": 2, "top_p": 0.5}, {"temperature": 1, "seed": 1}]
@@ -210,7 +208,7 @@ def test_a_key_is_asked_for_and_a_large_body_refused(server: Any):
         assert client.ask("/v1/models", **own)[0] == 200
 
 
-@pytest.mark.parametrize("together", [pytest.param(True, marks=batching), False], ids=["together", "in turn"])
+@pytest.mark.parametrize("together", [pytest.param(True, marks=needs_pages), False], ids=["together", "in turn"])
 def test_more_requests_than_the_bound_are_refused_until_one_ends(folder: str, together: bool):
     with here.served(folder, batching=together, max_requests=2) as client:
         long = {"prompt": "The ship", "max_tokens": 480, "temperature": 0, "stream": True}
@@ -245,7 +243,7 @@ def test_a_request_has_a_line_in_the_log_and_counts(server: Any, caplog: pytest.
         assert server.gauge("qattn_pool_bytes_packed") < server.gauge("qattn_pool_bytes")
 
 
-@pytest.mark.parametrize("together", [pytest.param(True, marks=batching), False], ids=["together", "in turn"])
+@pytest.mark.parametrize("together", [pytest.param(True, marks=needs_pages), False], ids=["together", "in turn"])
 def test_a_dead_worker_is_restarted_and_at_last_ends_the_process(
     folder: str, monkeypatch: pytest.MonkeyPatch, together: bool
 ):

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from qattn_hf.generate.continuous import transformers_api
+from test_continuous_batching import needs_pages
 
 here = pytest.importorskip(
     "served", reason="no server is installed: pip install 'qattn-hf[serve]'", exc_type=ImportError
@@ -79,16 +78,7 @@ KINDS: list[Callable[[Any, int], tuple[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    "together",
-    [
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(
-                transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
-            ),
-        ),
-        pytest.param(False, marks=pytest.mark.slow),
-    ],
+    "together", [pytest.param(True, marks=needs_pages), pytest.param(False, marks=pytest.mark.slow)]
 )
 def test_thirty_clients_leave_a_server_that_answers(tmp_path: Path, together: bool):
     """Of a pool of 1,024 tokens."""

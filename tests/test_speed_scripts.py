@@ -66,13 +66,6 @@ def test_latent_attention_is_timed_beside_stock(script, capsys, monkeypatch):
     assert all(row["ms"] > 0 for row in rows) and {row["new_tokens"] for row in rows} == {1, 64}
 
 
-def test_decode_is_timed_with_several_numbers_of_warps(script, capsys):
-    script("decode_warps").main(["--heads", "4,2,32", "--points", "1x96", "--methods", "int8", "--warps", "1,2"])
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["warps"] for row in rows] == [None, 1, 2] and all(row["ms"] > 0 for row in rows)
-    assert rows[0]["way"].startswith("sdpa ") and {row["way"] for row in rows[1:]} == {"int8"}
-
-
 def test_beams_and_drafts_are_timed_with_drafts_that_are_all_accepted_or_none(script, capsys):
     beams_speed, new = script("beams_speed"), 12
     options = ["--quick", "--context", "110", "--new-tokens", str(new), "--way", "stock", "--way", "none eager"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, random_ids, tiny_llama
+from helpers import DEVICE, error, random_ids, tiny_llama
 from test_models import FAMILIES, tiny
 from test_models import padded as padded_batch
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
@@ -29,10 +29,6 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 NOISE = 0.03  # of logits, root mean square: 0.011 with INT8 and E4M3, mostly from E4M3
 
 
-def noise(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).double().pow(2).mean().sqrt() / want.double().pow(2).mean().sqrt())
-
-
 def static(model: Any, length: int = 192) -> StaticCache:
     return StaticCache(config=model.config, max_cache_len=length)
 
@@ -46,7 +42,7 @@ def test_prefill_is_ours_and_generate_keeps_the_stock_cache(how):
     want = model.generate(ids, **GREEDY, **how)
     logits = model(ids).logits
     patch(model, **OVER)
-    assert 1e-3 < noise(model(ids).logits, logits) < NOISE
+    assert 1e-3 < error(model(ids).logits, logits) < NOISE
     out = model.generate(ids, **GREEDY, **how, return_dict_in_generate=True)
     assert type(out.past_key_values) is (StaticCache if how else DynamicCache)
     assert torch.equal(out.sequences, want)
@@ -63,7 +59,7 @@ def test_families(family):
     for how in ({}, {"cache_implementation": "static"}):
         assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY, **how), text)
     patch(model, **OVER)
-    assert 1e-3 < noise(model(ids, attention_mask=mask).logits[real], want) < 0.1
+    assert 1e-3 < error(model(ids, attention_mask=mask).logits[real], want) < 0.1
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -92,7 +88,7 @@ def test_kernels_in_a_model():
             out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
             logits.append(out.logits[mask[:, start:end] == 1])
         assert report(model).to_dict()["impl"] == impl
-    assert noise(torch.cat(got), torch.cat(want)) < NOISE / 10  # a code here and there is the next one
+    assert error(torch.cat(got), torch.cat(want)) < NOISE / 10  # a code here and there is the next one
 
 
 def test_chunks_have_the_noise_of_the_whole():
@@ -101,7 +97,7 @@ def test_chunks_have_the_noise_of_the_whole():
     patch(model, **OVER)
     cache = static(model)
     got = [model(part, past_key_values=cache).logits for part in ids.split([50, 50], 1)]
-    assert noise(torch.cat(got, 1), want) < NOISE
+    assert error(torch.cat(got, 1), want) < NOISE
 
 
 @pytest.mark.parametrize("settings", [{}, {"bits": 4, "smooth_q": "tensor"}, {"granularity": "tensor"}], ids=str)
@@ -122,8 +118,8 @@ def test_padding(side, settings):
     for cache in (None, static(model)):
         torch.testing.assert_close(padded(cache), alone, rtol=0, atol=1e-5)
     patch(model, **{**OVER, "method": "paper_sage2"}, **settings)
-    most = max(NOISE, 1.5 * noise(model(ids[:1, real]).logits[0], alone))
-    assert 1e-3 < noise(padded(), alone) < most
+    most = max(NOISE, 1.5 * error(model(ids[:1, real]).logits[0], alone))
+    assert 1e-3 < error(padded(), alone) < most
     assert model(ids, attention_mask=mask).logits.isfinite().all()
 
 

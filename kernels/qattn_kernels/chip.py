@@ -93,6 +93,15 @@ def _gpu(index: int) -> Chip:
     )
 
 
+def chip_here() -> Chip:
+    """Return the properties of the GPU in use. On a CPU the interpreter counts as a Hopper GPU.
+
+    Raises:
+        ValueError: as `chip_of`.
+    """
+    return chip_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def chip_of(device: torch.device) -> Chip:
     """Return the properties of `device`, with the environment's limit on shared memory.
 

@@ -140,7 +140,7 @@ def _measured(model: PreTrainedModel, way: Way, ids: torch.Tensor, new_tokens: i
         _ran(warm, way)
         | _figures(cold, warm)
         | {
-            "kv_bytes": _cache_bytes(warm.cache),
+            "kv_bytes": kv_bytes(warm.cache),
             "prefill_peak_bytes": warm.prefill_peak,
             "peak_bytes": warm.peak,
         }
@@ -253,10 +253,6 @@ def _figures(cold: Run, warm: Run) -> dict[str, Any]:
         "setup_s": _round(sum(gap - token for gap in cold.gaps[1:])),
         "setup_again_s": _round(sum(gap - token for gap in warm.gaps[1:])),
     }
-
-
-def _cache_bytes(cache: Any) -> int:
-    return report(cache).to_dict()["kv_bytes"] if isinstance(cache, QAttnCache) else kv_bytes(cache)
 
 
 def _peak(device: torch.device) -> int:

@@ -15,6 +15,9 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
+
 FLOOR = "qattn_bench_floor"
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -122,6 +125,8 @@ def counting_cache(model: PreTrainedModel) -> Cache:
 
 
 def kv_bytes(cache: Any) -> int:
-    """Return the bytes of a stock cache's keys and values, counted from its tensors. The floor's cache has 0."""
+    """Return the bytes of keys and values: of a stock cache counted from its tensors. The floor's cache has 0."""
+    if isinstance(cache, QAttnCache):
+        return report(cache).to_dict()["kv_bytes"]
     tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
     return sum(t.nbytes for t in tensors if t is not None)

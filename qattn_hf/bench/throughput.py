@@ -104,7 +104,7 @@ def _generated(model: PreTrainedModel, way: Way, point: Point) -> dict[str, Any]
     """Measure `generate` with a cache that holds all but the last token of each row."""
     with way.prepared(model):
         make = _packed_cache if way.packed else _stock_cache
-        batch = _rows_that_fit(point, _bytes_of(make(model, 1, point.context)))
+        batch = _rows_that_fit(point, kv_bytes(make(model, 1, point.context)))
         cache = make(model, batch, point.context)
         ids = torch.randint(1, 97, (batch, point.context), device=model.device)
         run: Run = generate(model, ids, NEW_TOKENS, {CACHE: cache}, watch=False)
@@ -112,7 +112,7 @@ def _generated(model: PreTrainedModel, way: Way, point: Point) -> dict[str, Any]
     if way.packed and ran["decode"] != way.decode:
         raise RuntimeError(f"{way.name} asks for decode={way.decode!r}, but {ran['decode']!r} ran")
     ms = statistics.median(run.gaps[len(run.gaps) // 2 :]) * 1e3
-    return {**ran, **_figures(batch, _bytes_of(cache), ms)}
+    return {**ran, **_figures(batch, kv_bytes(cache), ms)}
 
 
 def _packed_cache(model: PreTrainedModel, batch: int, context: int) -> QAttnCache:
@@ -132,10 +132,6 @@ def _stock_cache(model: PreTrainedModel, batch: int, context: int) -> DynamicCac
         shape = batch, heads.kv, context - 1, heads.dim
         cache.update(*(torch.randn(shape, dtype=heads.dtype, device=model.device) for _ in range(2)), i)
     return cache
-
-
-def _bytes_of(cache: Any) -> int:
-    return report(cache).to_dict()["kv_bytes"] if isinstance(cache, QAttnCache) else kv_bytes(cache)
 
 
 def _best_sdpa(model: PreTrainedModel, point: Point) -> dict[str, Any]:

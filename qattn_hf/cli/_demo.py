@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from qattn_hf.bench.model import kv_bytes
 from qattn_hf.cli._prompts import Prompt, is_right
 from qattn_hf.model._compat import CACHE
+from qattn_hf.reading.metrics import divergence
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,6 @@ def forced_logits(model: Any, ids: torch.Tensor, tokens: list[int], advance: Cal
     return torch.stack(rows).float()
 
 
-def stock_cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values of transformers' own cache, counted from its tensors."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
 def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, forced: torch.Tensor) -> Comparison:
     """Compare the two answers to a prompt.
 
@@ -130,8 +127,6 @@ def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, for
     equal = [a == b for a, b in zip(full.tokens, packed.tokens, strict=False)]
     same = full.tokens == packed.tokens
     log_p, log_q = full.logits.double().log_softmax(-1), forced.double().log_softmax(-1)
-    # A model may forbid tokens by logits of minus infinity; they carry no mass in p.
-    terms = torch.where(log_p.exp() > 0, log_p.exp() * (log_p - log_q), 0.0)
     data = report(packed.cache).to_dict()
     return Comparison(
         prompt=prompt,
@@ -144,11 +139,11 @@ def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, for
         packed_answer_tokens=len(packed.tokens),
         agreement=sum(equal) / len(full.tokens),
         first_difference=None if same else (equal.index(False) if False in equal else len(equal)),
-        kl=terms.sum(-1).mean().item(),
+        kl=divergence(log_p, log_q).mean().item(),
         same_top1=(log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item(),
         packed_tokens=data["packed_tokens"],
         kv_bytes=data["kv_bytes"],
-        kv_bytes_full_precision=stock_cache_bytes(full.cache),
+        kv_bytes_full_precision=kv_bytes(full.cache),
         effective_bits=data["effective_bits"],
         effective_bits_total=data["effective_bits_total"],
         tokens_per_second=len(packed.tokens) / packed.seconds,

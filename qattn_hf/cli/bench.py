@@ -355,18 +355,15 @@ def parse_heads(text: str | None, device: torch.device) -> Heads:
 def chosen_points(
     bench: ModuleType, quick: bool, device: torch.device, first: list[int] | None, second: list[int] | None
 ) -> list[Any]:
-    """The points of a bench to measure, by its options; tiny ones on a CPU."""
+    """The points of a bench to measure, tiny ones on a CPU, or every pair of `first` and `second`.
+
+    One of these that is empty is taken from the points of the bench.
+    """
     points = bench.TINY if device.type != "cuda" else bench.QUICK if quick else bench.FULL
-    return [bench.Point(*point) for point in crossed(points, first, second)]
-
-
-def crossed(points: list[Any], first: list[int] | None, second: list[int] | None) -> list[Any]:
-    """`points`, or every pair of `first` and `second`; one that is empty is taken from `points`."""
     if not first and not second:
-        return points
-    first = first or list(dict.fromkeys(p[0] for p in points))
-    second = second or list(dict.fromkeys(p[1] for p in points))
-    return [(a, b) for a in first for b in second]
+        return list(points)
+    firsts, seconds = first or dict.fromkeys(p[0] for p in points), second or dict.fromkeys(p[1] for p in points)
+    return [bench.Point(a, b) for a in firsts for b in seconds]
 
 
 def show(

@@ -1,4 +1,4 @@
-"""Layers of latent attention (MLA) fed by hand, for the tests of their kernels."""
+"""Layers of latent attention (MLA) fed by hand, for the tests of their kernels. `step` feeds any layer."""
 
 from __future__ import annotations
 

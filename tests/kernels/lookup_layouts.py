@@ -1,7 +1,7 @@
 """How threads hold the bytes that the decode kernel looks levels up by: `python lookup_layouts.py DIM METHOD...`
 prints `DIM METHOD LAYOUT` for each lookup, the layout as in Triton's GPU dialect.
 
-The kernel is compiled for a Hopper GPU and not run; no GPU is needed.
+The kernel is compiled for a Hopper GPU as far as that dialect; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-from count_kernels import KV_HEADS, JITFunction, follow_launches, get_method, serve, split_method
+sys.path.append(str(Path(__file__).resolve().parents[2] / "eval"))
 
-COMPILE = JITFunction._do_compile
+from compile_for import KV_HEADS, front_end, jobs_of  # first: it turns Triton's interpreter off
+
+from qattn_hf.methods import get_method
+from qattn_hf.recipes.spelling import split_method
+
+HOPPER = 90
 NAMED = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
 LOOKUP = re.compile(r'elementwise_inline_asm "[^"]*prmt\.b32 l0.* : tensor<\w+xi8, (#.+?)> -> ')
 
@@ -27,22 +32,10 @@ def layouts(text: str) -> list[str]:
 def main(*kinds: str) -> None:
     for dim, method in zip(kinds[::2], kinds[1::2], strict=True):
         name, settings = split_method(method)
-        texts: list[str] = []
-        with follow_launches(lambda *_: None):
-            skip = JITFunction._do_compile
-
-            def compile_decode(self: Any, *args: Any, skip: Any = skip, texts: list[str] = texts) -> object:
-                if self.fn.__name__ != "decode_kernel":
-                    return skip(self, *args)
-                kernel = COMPILE(self, *args)
-                texts.append(kernel.asm["ttgir"])
-                return kernel
-
-            JITFunction._do_compile = compile_decode
-            spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
-            serve(spec, int(dim), [(2, 300)])
-        for layout in (layout for text in texts for layout in layouts(text)):
-            print(dim, method, layout)
+        spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
+        for job in jobs_of(spec, HOPPER, int(dim), ["decode_kernel"]):
+            for layout in layouts(front_end(job, "ttir", "ttgir")):
+                print(dim, method, layout)
 
 
 if __name__ == "__main__":

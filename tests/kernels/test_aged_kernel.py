@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import DEVICE, make_layer
-from test_fused_kernels import ROUNDING, Inputs, differing, error, feed, inputs
+from helpers import DEVICE, error, make_layer
+from test_fused_kernels import ROUNDING, Inputs, differing, feed, inputs
 
 from qattn_hf.layer import changes
 from qattn_hf.layer.budget_layer import BudgetLayer

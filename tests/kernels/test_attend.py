@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import attention_fp64, feed, make_layer, random_qkv
+from helpers import attention_fp64, error, feed, make_layer, random_qkv
 
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.formats.flashq.reference import FlashQFormat
@@ -16,10 +16,6 @@ from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.spec import decode_spec
 from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits, columns_back, real_first
 from qattn_kernels.reference.softmax import sas_exp
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def test_sas_is_near_the_exponential_and_cuts():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import DEVICE, SAGE1, Case, attention_fp64, feed, make_layer, random_qkv
+from helpers import DEVICE, SAGE1, Case, attention_fp64, error, feed, make_layer, random_qkv
 from test_fused_kernels import dequantize, step
 
 from qattn_hf.layer.layer import QAttnLayer
@@ -51,10 +51,6 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 def attended(impl: str, settings: dict[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
     spec = dataclasses.replace(get_method("paper_sage2")(cache="model", **settings).last_layer_spec(1), impl=impl)
     return attend_over(*(x.to(DEVICE) for x in tensors), OFFSET, spec, SCALE)[0].cpu()
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b).norm() / b.norm()).item()
 
 
 def shared(x: torch.Tensor, members: list, levels: int) -> torch.Tensor:

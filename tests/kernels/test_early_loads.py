@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, Case, case_id, make_layer
+from helpers import DEVICE, Case, case_id, error, make_layer
 from kernel_cases import INT8, KIVI, NONE, TURBO
-from test_fused_kernels import differing, error, feed, inputs
+from test_fused_kernels import differing, feed, inputs
 
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.kernels import fused_step

@@ -10,8 +10,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DEVICE, Case, case_id, make_layer, spoil
+from helpers import DEVICE, Case, case_id, error, make_layer, spoil
 from kernel_cases import BY_CHANNELS, CASES, FORMATS, INT8, KIVI, LONG, MORE_CASES, NONE, SMOOTHED, TURBO, TWO_BITS
+from latent_cases import step
 
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.formats.fp8.jit import quantize_tokens as quantize_fp8
@@ -51,18 +52,6 @@ def inputs(
     return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE)
 
 
-def step(run, layer: QAttnLayer, qkv: Inputs, start: int, end: int, padding: int = 0, scores: Scores | None = None):
-    """Run one call over columns `start` to `end`. Row 0 has `padding` on the left."""
-    q, k, v = (x[:, :, start:end] for x in qkv)
-    if not layer.is_initialized:
-        layer.lazy_initialization(k, v)
-    span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32)
-    span[0] += torch.tensor([padding, -padding], dtype=torch.int32)
-    args = (q, k, v, span.to(DEVICE), layer.state, layer.spec, scores or Scores(q.shape[-1] ** -0.5))
-    past = (layer.capacity // layer.spec.window.block,) if run is fused_step else ()
-    return run(*args, *past)
-
-
 def feed(run, layer: QAttnLayer, qkv: Inputs, cuts: list[int], first: int = 0, scores: Scores | None = None) -> list:
     """Outputs of calls that end at `cuts`; row 0 begins with `first` columns of padding."""
     out, start = [], 0
@@ -82,10 +71,6 @@ def closes_again(run, layer: QAttnLayer, first: Inputs, again: Inputs, cuts: lis
 
 def differing(a: QAttnLayer, b: QAttnLayer) -> list[str]:
     return [name for name in a.state if not torch.equal(a.state[name], b.state[name])]
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.mark.parametrize(

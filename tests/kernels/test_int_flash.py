@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import Case, attention_fp64, feed, make_layer, random_qkv, same_state
+from helpers import Case, attention_fp64, error, feed, make_layer, random_qkv, same_state
 from papers import int_flash as paper
 
 from qattn_kernels.formats import Operand
@@ -23,10 +23,6 @@ from qattn_kernels.reference.queries import short_queries
 from qattn_kernels.reference.tiles import FOREVER, Tiles
 
 TENSOR: Case = ("paper_int_flash", {"v_granularity": "tensor"})
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def block_of(x: list[list[float]], index: int = 0) -> Block:

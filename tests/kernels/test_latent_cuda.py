@@ -8,14 +8,13 @@ import torch
 from helpers import Case, case_id
 from latent_cases import INT8, TURBO, Inputs, Sizes, error, feed, inputs, make_layer, step
 from small_configs import small_config
-from test_fused_kernels import differing
+from test_fused_kernels import dequantize, differing
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import patch, report
 from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.state import side_of
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
 
@@ -34,17 +33,9 @@ def of_dtype(qkv: Inputs, dtype: torch.dtype) -> Inputs:
 
 def exact(layer: QAttnLayer, q: torch.Tensor, tokens: int) -> torch.Tensor:
     """fp64 attention of the last query over what a layer's first row holds, scaled as `step` scales."""
-    held = []
-    for side, fmt in (("v", layer.spec.v), ("k", layer.spec.k)):
-        state = side_of(layer.state, side)
-        x = fmt.read(state, layer.blocks).dequantize().flatten(2, 3).double()[:, :, :tokens].clone()
-        if fmt.windowed:
-            ring, start = fmt.ring(state).dequantize().double(), int(layer.state["open_start"][0])
-            index = torch.arange(start, tokens, device=x.device)
-            x[:, :, start:] = ring[:, :, index % ring.shape[2]]
-        held.append(x)
-    keys = torch.cat(held, -1)
-    return ((q.double() @ keys.mT) * q.shape[-1] ** -0.5).softmax(-1) @ held[0]
+    rope, latent = dequantize(layer, tokens)
+    keys = torch.cat([latent, rope], -1)
+    return ((q.double() @ keys.mT) * q.shape[-1] ** -0.5).softmax(-1) @ latent
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

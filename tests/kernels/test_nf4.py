@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import feed, make_layer, random_qkv
+from helpers import feed, make_layer, normal, random_qkv
+from test_turboquant import restored
 
 from qattn_kernels.formats.nf4.reference import Nf4Format, integers, quantiles
 from qattn_kernels.formats.quant_block.reference import QuantBlockFormat
@@ -16,15 +17,6 @@ PRINTED = (  # QLoRA, appendix E
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def restored(fmt: Nf4Format | QuantBlockFormat, x: torch.Tensor) -> torch.Tensor:
-    code, scale = fmt.encode(x)
-    return fmt.levels(code) * fmt.scales(scale)[..., None]
 
 
 def test_levels_are_the_papers():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICE, Case, make_layer
-from test_fused_kernels import ROUNDING, Inputs, differing, error, feed, inputs
+from helpers import DEVICE, Case, error, make_layer
+from test_fused_kernels import ROUNDING, Inputs, differing, feed, inputs
 
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch.constants import RING_TILE, SINK_TILE

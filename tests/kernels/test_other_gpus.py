@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, make_layer
-from test_fused_kernels import differing, error, feed, inputs
+from helpers import DEVICE, error, make_layer
+from test_fused_kernels import differing, feed, inputs
 
 from qattn_hf.methods import get_method, list_methods
 from qattn_kernels import chip

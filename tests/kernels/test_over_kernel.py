@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, SAGE1
+from helpers import DEVICE, SAGE1, error
 
 from qattn_hf.methods import get_method
 from qattn_kernels.launch.tuned import Prefill
@@ -18,10 +18,6 @@ from qattn_kernels.ops.prefill import launch
 from qattn_kernels.step.stock_cache import _rows, _unpacked, attend_over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
-
-
-def noise(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).double().pow(2).mean().sqrt() / want.double().pow(2).mean().sqrt())
 
 
 def spec_of(impl: str = "reference", **settings: Any) -> LayerSpec:
@@ -76,7 +72,7 @@ def test_reference_against_fp64(settings, scores):
     key_mask[1, 105:] = False  # padding after the last token of row 1 reads that row
     want, want_lse = exact(q, k, v, key_mask, 60, scores)
     out, lse = attend_over(q, k, v, key_mask, 60, spec_of(**settings), scores)
-    assert noise(out, want) < (0.15 if settings.get("bits") == 4 else 0.06)
+    assert error(out, want) < (0.15 if settings.get("bits") == 4 else 0.06)
     assert float((lse - want_lse).abs().max()) < (0.3 if settings.get("bits") == 4 else 0.06)
 
 
@@ -99,7 +95,7 @@ def test_kernels_against_fp64(settings, scores):
     plain = attend_over(q, k, v, key_mask, offset, spec_of(**settings), scores)
     fused = attend_over(q, *held, mask, torch.tensor(offset), spec_of("triton", **settings), scores)
     for i in range(2):
-        assert noise(fused[i], want[i]) < 2 * noise(plain[i], want[i]) + 1e-4
+        assert error(fused[i], want[i]) < 2 * error(plain[i], want[i]) + 1e-4
 
 
 def test_last_tiles_may_reach_behind_the_last_block_of_codes(monkeypatch):
@@ -116,7 +112,7 @@ def test_last_tiles_may_reach_behind_the_last_block_of_codes(monkeypatch):
     for tail in (64, 128):
         monkeypatch.setattr(launch, "prefill_tiles", lambda *_, tail=tail: (Prefill(128, tail, 4, 2),))
         results.append(attend_over(q, k, v, key_mask, 80, spec_of("triton"), Scores(64**-0.5))[0])
-    assert noise(*results) < 0.02  # weights are of other maxima, and have four bits in FP8
+    assert error(*results) < 0.02  # weights are of other maxima, and have four bits in FP8
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

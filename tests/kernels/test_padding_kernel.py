@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICE, Case, case_id, make_layer
+from helpers import DEVICE, Case, case_id, error, make_layer
 from kernel_cases import FORMATS
-from test_fused_kernels import ROUNDING, differing, error, inputs
+from test_fused_kernels import ROUNDING, differing, inputs
 
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.kernels import fused_step

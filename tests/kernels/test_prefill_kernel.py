@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, error
 
 from qattn_kernels.formats import Operand, get_format
 from qattn_kernels.formats.base import int8_tokens
@@ -156,10 +156,6 @@ def exact(q: torch.Tensor, see: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 def spec_of(case: Case, **compute: Any) -> LayerSpec:
     k, v = (get_format(form)() for form in case.forms)
     return LayerSpec(k, v, Window(block=case.block), Compute(**compute))
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b).norm() / b.norm()).item()
 
 
 def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **compute: Any) -> None:

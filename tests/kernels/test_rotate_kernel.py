@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, normal
 
 from qattn_kernels.ops.rotate import launch
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back, signs
@@ -13,10 +13,6 @@ pytestmark = pytest.mark.gpu
 DIMS = [16, 64, 80, 96, 128, 256]
 # Triton's interpreter cuts off what bf16 has no room for
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import make_layer
-from test_fused_kernels import differing, error, feed, inputs
+from helpers import error, make_layer
+from test_fused_kernels import differing, feed, inputs
 
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import feed, make_layer, random_qkv
+from helpers import feed, make_layer, normal, random_qkv
 
 from qattn_kernels.formats.channel_block.reference import ChannelBlockFormat
 from qattn_kernels.formats.lloyd_max import LARGEST_LEVEL, LEVELS, codebook, midpoints
@@ -17,10 +17,6 @@ from qattn_kernels.ops.rotate.reference import rotate
 
 BITS = [2, 3, 4]
 LLOYD_MAX = {2: 0.1175, 3: 0.03454, 4: 0.009497}  # MSE of the optimal quantizers of the unit normal (Max, 1960)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def restored(fmt: ChannelBlockFormat, x: torch.Tensor) -> torch.Tensor:

@@ -242,8 +242,10 @@ class Format:
         raise NotImplementedError
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        """Return the bits per code of each head in each row, `[B][Hkv]`; 0 while undecided."""
-        raise NotImplementedError
+        """Return the bits per code of each head in each row, `[B][Hkv]`; 0 while undecided.
+
+        Codes that are not packed are bytes."""
+        return [[self.kernel_bits(heads) or 8] * heads for _ in range(state["codes"].shape[0])]
 
     def clamped_scales(self, state: State) -> torch.Tensor | None:
         """Return int64 `[B, Hkv, blocks]`: fp16 scales and zero points per block at the end of the fp16 range, or None.

@@ -6,9 +6,7 @@ import importlib.util
 import os
 from functools import cache
 
-import torch
-
-from qattn_kernels.chip import KIB, LIMIT, chip_of
+from qattn_kernels.chip import KIB, LIMIT, chip_here
 from qattn_kernels.formats import Format, jit_module
 from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
@@ -87,7 +85,7 @@ def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
     """Return why this GPU has too little shared memory for kernels with `channels` channels, or None.
 
     The interpreter counts as a Hopper GPU."""
-    least, have = next(kib for most, kib in table.items() if channels <= most), chip_of(_device()).block // KIB
+    least, have = next(kib for most, kib in table.items() if channels <= most), chip_here().block // KIB
     if have >= least:
         return None
     limited = f" ({LIMIT} limits it)" if os.environ.get(LIMIT) else ""
@@ -97,16 +95,11 @@ def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
 def _no_room_for_blocks(spec: LayerSpec, dim: int) -> str | None:
     """Return why this GPU has too little memory for the sums of a wide head, or to quantize a block, or None."""
     block = spec.window.block
-    if dim > WIDEST_HEAD and chip_of(_device()).capability[0] == 10:
+    if dim > WIDEST_HEAD and chip_here().capability[0] == 10:
         return f"the sums of head dim {dim} exceed the tensor memory of GPUs of compute capability 10"
     if block * dim <= LATENT_BLOCK:
         return None
     return _no_room(f"head dim {dim} and blocks of {block} tokens", block * dim, {2 * LATENT_BLOCK: 227})
-
-
-def _device() -> torch.device:
-    """Return the GPU in use, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> str | None:
@@ -127,7 +120,7 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
 
 def _unsupported_gpu(spec: LayerSpec) -> str | None:
     """Return why this GPU has no instructions for a spec, or None. The interpreter counts as a Hopper GPU."""
-    chip = chip_of(_device())
+    chip = chip_here()
     have = ".".join(map(str, chip.capability))
     if chip.capability < LEAST_CAPABILITY:
         return f"kernels need compute capability 8.0, and this GPU has {have}"

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-
-from qattn_kernels.chip import chip_of
+from qattn_kernels.chip import chip_here
 from qattn_kernels.launch.driver import driver
 from qattn_kernels.launch.tuned import tuned_for
 
 
 def measured_on() -> str:
     """Return the name of the GPU whose launch configurations are used: the GPU in use, or another one."""
-    return tuned_for(chip_of(_device())).gpu
+    return tuned_for(chip_here()).gpu
 
 
 def borrowed() -> str | None:
     """Return why the launch configurations of another GPU are used, or None."""
-    name, other = chip_of(_device()).name, measured_on()
+    name, other = chip_here().name, measured_on()
     return None if name == other else f"no launch configurations were measured on {name}: the file of {other} is used"
-
-
-def _device() -> torch.device:
-    """Return the GPU in use, or the CPU, whose interpreter counts as the default GPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def launcher() -> str:

@@ -103,9 +103,6 @@ class ChannelBlockFormat(OpenFormat):
         scale = self.scales(state["scale"][:, :, :blocks]).transpose(-1, -2).repeat_interleave(self.group(dim), -1)
         return Operand((level * scale[..., :dim]).to(state["ring"].dtype), None)
 
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
-
 
 @dataclass(frozen=True)
 class CodebookFormat(ChannelBlockFormat):

@@ -68,6 +68,3 @@ class Fp8Format(TokenScales):
     def read(self, state: State, blocks: int) -> Operand:
         codes = state["codes"][:, :, :blocks].view(torch.float8_e4m3fn).to(torch.float16)
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state["scale"][:, :, :blocks])
-
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[8] * heads for _ in range(state["codes"].shape[0])]

@@ -63,9 +63,6 @@ class Fp8ChannelFormat(OpenFormat):
         scale = state["scale"][:, :, :blocks] if self.v_scale == "block" else state["scale"][:, :, None]
         return Operand(codes * scale[..., None, :], None)
 
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[8] * heads for _ in range(state["codes"].shape[0])]
-
     @property
     def fixed(self) -> dict[str, FixedBy]:
         return {"scale": FixedBy.BLOCK} if self.v_scale == "prompt" else {}

@@ -47,6 +47,3 @@ class Int4Format(Format):
     def read(self, state: State, blocks: int) -> Operand:
         codes = unpack(state["codes"][:, :, :blocks], 4).to(torch.int8) - OFFSET
         return Operand(codes, state["scale"][:, :, :blocks])
-
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[4] * heads for _ in range(state["codes"].shape[0])]

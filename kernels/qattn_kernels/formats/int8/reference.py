@@ -51,6 +51,3 @@ class Int8Format(TokenScales):
     def read(self, state: State, blocks: int) -> Operand:
         codes = state["codes"][:, :, :blocks]
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state["scale"][:, :, :blocks])
-
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[8] * heads for _ in range(state["codes"].shape[0])]

@@ -68,9 +68,6 @@ class Int8BlockFormat(OpenFormat):
         scale = state["scale"][:, :, :blocks] if self.granularity == "block" else state["scale"][..., None]
         return Operand(codes, scale[..., None].expand(codes.shape[:-1]))
 
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[8] * heads for _ in range(state["codes"].shape[0])]
-
     @property
     def fixed(self) -> dict[str, FixedBy]:
         return {"scale": FixedBy.BLOCK} if self.granularity == "tensor" else {}

@@ -78,6 +78,3 @@ class IntGroupFormat(OpenFormat):
         codes = codes if self.bits == 8 else unpack(codes, 4).to(torch.int8) - OFFSET
         groups = key_groups(self.granularity, codes.shape[-2], codes.device)
         return Operand(codes, state["scale"][:, :, :blocks][..., groups])
-
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[self.bits] * heads for _ in range(state["codes"].shape[0])]

@@ -217,6 +217,3 @@ class KiviFormat(Compensated, OpenFormat):
         low = zero_point - scale * (self.inside / 2)
         high = low + scale * (2**self.bits - 1 + self.inside)
         return (torch.maximum(-low, high) >= NEAR_LARGEST).flatten(3).sum(-1)
-
-    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
