@@ -49,8 +49,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def _merging(size: Sizes, shares: Shares) -> tuple[int, int, int]:
     """Return how many splits and queries a program of the merge takes at once, and its warps.
 
-    Many rows have few splits each, but so many queries that programs of one query would not all run at once. The number
-    of launched splits does not matter: sums would depend on the capacity."""
+    Many rows have few splits each, but more queries than programs that run at once, so a program takes several. The
+    number of launched splits does not matter: sums would depend on the capacity."""
     if shares.many + size.OPEN <= FEW_SPLITS:
         return FEW_SPLITS, max(1, min(power_of_two(size.G), MERGED // (FEW_SPLITS * size.V.DP))), 1
     return (ONE_WARP, 1, 1) if shares.many <= ONE_WARP else (MANY_SPLITS, 1, 4)
