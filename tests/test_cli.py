@@ -146,6 +146,7 @@ def test_methods_names_bounds_recipes_and_what_the_reference_computes_alone(qatt
         (["cache", "report", "--tokens", "none"], 2, "--tokens"),
         (["generate", "--prompt", "hi", "--device", "gpu"], 2, "--device gpu is unknown. Fix: give cpu"),
         (["generate", "--prompt", "hi", "--device", "cuda:99"], 2, "Fix: --device cpu"),
+        (["generate", "--prompt", "hi", "--chat"], 2, "no chat template. Fix: leave --chat out"),
         (["demo", "--method", "trubo"], 2, "turbo"),
         (["bogus"], 2, "bogus"),
         (["bench", "decode", "--heads", "0"], 2, "--heads 0"),

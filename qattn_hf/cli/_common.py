@@ -296,6 +296,7 @@ def summary(report: dict[str, Any]) -> str:
     text = f"{report['method']}: {report['packed_tokens']} tokens packed, {report['open_tokens']} open; "
     text += f"{size(kv_bytes)} instead of {size(full)}"
     if report["effective_bits"] is not None and report["packed_tokens"]:
-        text += f"; {report['effective_bits']:.2f} bits a value where packed"
-    text += f", {report['effective_bits_total']:.2f} in all"
+        text += (
+            f"; {report['effective_bits']:.2f} bits a value where packed, {report['effective_bits_total']:.2f} in all"
+        )
     return text + (" (in a short context the open tokens and spare room weigh most)" if kv_bytes > full else "")
