@@ -144,6 +144,9 @@ def test_methods_names_bounds_recipes_and_what_the_reference_computes_alone(qatt
         (["generate"], 2, "prompt"),
         (["cache", "report", "--text", "missing.txt"], 1, "missing.txt"),
         (["cache", "report", "--tokens", "none"], 2, "--tokens"),
+        (["generate", "--prompt", "hi", "--device", "gpu"], 2, "--device gpu is unknown. Fix: give cpu"),
+        (["generate", "--prompt", "hi", "--device", "cuda:99"], 2, "Fix: --device cpu"),
+        (["generate", "--prompt", "hi", "--chat"], 2, "no chat template. Fix: leave --chat out"),
         (["demo", "--method", "trubo"], 2, "turbo"),
         (["bogus"], 2, "bogus"),
         (["bench", "decode", "--heads", "0"], 2, "--heads 0"),
@@ -285,6 +288,12 @@ def test_report_of_an_empty_text_is_an_error(qattn, model_dir, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     code, _, err = qattn("cache", "report", model_dir, "--text", str(tmp_path / "empty.txt"))
     assert code == 1 and "holds no text" in err
+
+
+def test_a_text_that_is_not_utf8_is_named(qattn, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe")
+    code, _, err = qattn("cache", "report", "--text", str(tmp_path / "latin.txt"))
+    assert code == 1 and "latin.txt: the file is not UTF-8 text. Fix:" in err
 
 
 def test_cache_builds_a_file_and_says_what_it_holds(qattn, model_dir, tmp_path):

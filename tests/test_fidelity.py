@@ -202,7 +202,7 @@ def test_rows_come_from_all_over_the_text_and_do_not_overlap(demo):
     assert ids.shape == (3, 50) and set(ids[:, 0].tolist()) == {tokenizer.bos_token_id}
     starts = [0, len(every) // 3, len(every) // 3 * 2]
     assert starts[1] > 49 and ids[:, 1:].tolist() == [every[start : start + 49] for start in starts]
-    with pytest.raises(QAttnError, match=r"enough for 1 rows of 50 and not for 2"):
+    with pytest.raises(QAttnError, match=r"has \d+ tokens; 2 rows of 50 need 98.*--rows"):
         rows_of(tokenizer, tokenizer.decode(every[:60]), 2, 50)
 
 

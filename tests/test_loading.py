@@ -38,6 +38,12 @@ def test_a_folder_without_a_config_is_named(capsys, tmp_path):
     assert str(tmp_path) in error and "no config.json" in error and "save_pretrained" in error
 
 
+def test_a_folder_without_a_tokenizer_is_told_how_to_save_one(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    error = said_of(capsys, "generate", str(tmp_path))
+    assert str(tmp_path) in error and "Fix: save the model's tokenizer" in error
+
+
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_a_checkpoint_of_the_records_is_told_how_to_be_had(capsys, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -63,6 +63,27 @@ def read_settings(texts: list[str] | None) -> Any:
     return texts
 
 
+def known_device(text: str | None) -> Any:
+    """Return the device of an option after a check that torch can use it.
+
+    Raises:
+        UsageError: torch knows no such device, or finds no such GPU.
+    """
+    if text is not None:
+        import torch
+
+        try:
+            device = torch.device(text)
+        except RuntimeError:
+            raise UsageError(f"--device {text} is unknown. Fix: give cpu, cuda or cuda:0") from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(
+                f"--device {text}: torch {torch.__version__} finds {torch.cuda.device_count()} GPUs. "
+                "Fix: --device cpu, or install torch with CUDA"
+            )
+    return text
+
+
 def bytes_of(text: str) -> int:
     """Bytes of a size such as `24GiB`.
 
@@ -139,7 +160,10 @@ SetOption = Annotated[
     ),
 ]  # fmt: skip
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="Device, such as cpu or cuda:0.", show_default="a GPU if there is one")
+    str | None,
+    typer.Option(
+        "--device", help="Device, such as cpu or cuda:0.", show_default="a GPU if there is one", callback=known_device
+    ),
 ]
 DtypeOption = Annotated[Precision, typer.Option("--dtype", help="Precision of the model. auto is the checkpoint's.")]
 MeasuredDtypeOption = Annotated[
@@ -176,13 +200,17 @@ def need_picture(picture: Path | None) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of `--text`.
+    """The text of a file.
 
     Raises:
-        ValueError: the file holds no text.
+        ValueError: the file holds no text, or is not in UTF-8.
     """
-    if not (content := path.read_text(encoding="utf-8")).strip():
-        raise ValueError(f"--text {path}: the file holds no text")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: the file is not UTF-8 text. Fix: convert it, for example with iconv") from None
+    if not content.strip():
+        raise ValueError(f"{path}: the file holds no text")
     return content
 
 
@@ -268,6 +296,7 @@ def summary(report: dict[str, Any]) -> str:
     text = f"{report['method']}: {report['packed_tokens']} tokens packed, {report['open_tokens']} open; "
     text += f"{size(kv_bytes)} instead of {size(full)}"
     if report["effective_bits"] is not None and report["packed_tokens"]:
-        text += f"; {report['effective_bits']:.2f} bits a value where packed"
-    text += f", {report['effective_bits_total']:.2f} in all"
+        text += (
+            f"; {report['effective_bits']:.2f} bits a value where packed, {report['effective_bits_total']:.2f} in all"
+        )
     return text + (" (in a short context the open tokens and spare room weigh most)" if kv_bytes > full else "")

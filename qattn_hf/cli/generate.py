@@ -16,6 +16,7 @@ from qattn_hf.cli._common import (
     OutputOption,
     RecipeOption,
     SetOption,
+    UsageError,
     chosen_recipe,
     for_family,
     summary,
@@ -51,6 +52,8 @@ def generate(
     name, lm, tokenizer = load(model, device, dtype)
     patch(lm, recipe=for_family(chosen, lm))
     if chat:
+        if tokenizer.chat_template is None:
+            raise UsageError(f"--chat: {name} has no chat template. Fix: leave --chat out")
         message = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, return_tensors="pt", return_dict=True

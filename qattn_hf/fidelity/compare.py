@@ -172,7 +172,7 @@ def through(
             if chunk.stop > reading.first:
                 parts.append(_chunk_figures(full[len(parts)], chunk.logits, ids, chunk.stop))
         cache = chunk.cache
-        check_packed(cache, name, ids.shape[1], "read longer rows")
+        check_packed(cache, name, ids.shape[1], "read longer rows (--tokens)")
     return {key: torch.cat([part[key] for part in parts], 1).cpu() for key in parts[0]}, cache
 
 

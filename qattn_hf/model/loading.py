@@ -28,6 +28,7 @@ def load(name: str | None, device: str | None = None, dtype: str = "auto") -> Lo
 
     Raises:
         FileNotFoundError: `name` is a path that does not exist.
+        ValueError: Transformers cannot make a tokenizer from the files.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +41,13 @@ def load(name: str | None, device: str | None = None, dtype: str = "auto") -> Lo
     else:
         logging.enable_progress_bar()
         print(f"loading {name}", file=sys.stderr, flush=True)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except ValueError as error:
+        raise ValueError(
+            f"model {source}: Transformers cannot make a tokenizer from its files. Fix: save the model's tokenizer "
+            "there with tokenizer.save_pretrained. `qattn --debug ...` shows the reason"
+        ) from error
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     if name is None:
         torch.set_num_threads(1)  # a model this small is slower with more threads

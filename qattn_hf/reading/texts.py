@@ -68,7 +68,7 @@ def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
         int64 `[rows, tokens]`.
 
     Raises:
-        QAttnError: the text is too short. The message says how many rows the text has tokens for.
+        QAttnError: the text is too short.
     """
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = tokens - len(first)
@@ -77,8 +77,8 @@ def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if len(ids) < rows * length:
         raise QAttnError(
-            f"the text has {len(ids)} tokens, which is enough for {len(ids) // length} rows of {tokens} and not for "
-            f"{rows}: give a longer text, fewer rows or fewer tokens a row"
+            f"the text has {len(ids)} tokens; {rows} rows of {tokens} need {rows * length}. "
+            "Fix: give a longer text, fewer rows (--rows) or shorter ones (--tokens)"
         )
     starts = [i * (len(ids) // rows) for i in range(rows)]
     return torch.tensor([first + ids[start : start + length] for start in starts], device="cpu")
