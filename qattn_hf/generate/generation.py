@@ -74,7 +74,7 @@ def prepare_cache(
 
     Raises:
         UnsupportedError: another kind of cache is requested; the checkpoint sets `use_cache=False`; a prompt mask is
-            not left padding; more tokens than a sliding window shows.
+            not left padding, or hides tokens of the cache; more tokens than a sliding window shows.
     """
     _check_asked(model, generation_config, model_kwargs)
     generation_config.cache_implementation = None  # of this call only; a checkpoint's value is for stock caches
@@ -83,9 +83,9 @@ def prepare_cache(
         _check_rolls_back(model._qattn)
     if model._qattn.window is not None:
         check_reach(model._qattn.window, max_cache_length + drafted)
-    mask = model_kwargs.get("attention_mask")
+    mask, given = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     if mask is not None and mask.dim() == 2:
-        check_prompt_mask(mask, generation_config)
+        check_prompt_mask(mask, generation_config, given if isinstance(given, QAttnCache) else None)
     if generation_config.use_cache is False:
         return  # each call makes its own cache and drops it
     last = model._qattn.last
