@@ -191,6 +191,10 @@ BAD_TURNS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], tuple[str, ...]
         lambda m, c: m.generate(LONGER[:1], attention_mask=ones(TOKENS + 2, *range(9)), **c, **GREEDY),
         HIDDEN,
     ),
+    "drafts": (
+        lambda m, c: m.generate(LONGER[:1], prompt_lookup_num_tokens=3, **c, **GREEDY),
+        ("reads the whole prompt again", "prompt_lookup_num_tokens"),
+    ),
     "own mask": (lambda m, c: m(ONE[:, :1], attention_mask=CAUSAL[:, :, -1:].bool(), **c), ("custom attention mask",)),
     "output_attentions": (lambda m, c: m(ONE[:, :1], output_attentions=True, **c), ATTENTIONS),
     "stock attention": (lambda m, c: tiny()(ONE[:, :1], **c), ("qattn_hf.patch",)),

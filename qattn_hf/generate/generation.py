@@ -74,7 +74,8 @@ def prepare_cache(
 
     Raises:
         UnsupportedError: another kind of cache is requested; the checkpoint sets `use_cache=False`; a prompt mask is
-            not left padding, or hides tokens of the cache; more tokens than a sliding window shows.
+            not left padding, or hides tokens of the cache; drafts with a cache that holds tokens; more tokens than a
+            sliding window shows.
     """
     _check_asked(model, generation_config, model_kwargs)
     generation_config.cache_implementation = None  # of this call only; a checkpoint's value is for stock caches
@@ -90,7 +91,12 @@ def prepare_cache(
         return  # each call makes its own cache and drops it
     last = model._qattn.last
     last.skip_next(False)
-    cache = model_kwargs[CACHE] = _cache_of(model, model_kwargs.get(CACHE))
+    cache = model_kwargs[CACHE] = _cache_of(model, given)
+    if drafted and int(cache.get_seq_length()):
+        raise UnsupportedError(
+            "assisted generation reads the whole prompt again into a cache that holds tokens, so they would count "
+            f"twice: leave {CACHE} out, or leave out the assistant and prompt_lookup_num_tokens"
+        )
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     run_steps(model, generation_config, generation_mode, cache)
     if generation_config.prefill_chunk_size is None:  # of this call only
