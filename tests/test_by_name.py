@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +76,18 @@ def test_without_a_method_the_model_chooses_within_a_budget():
         load(demo_model_dir(), quantization_config=QAttnConfig(bits=0.1))
 
 
-def test_settings_are_checked_before_anything_is_loaded():
-    with pytest.raises(RecipeError, match="bitz"):
-        QAttnConfig("turbo", bitz=4)
+@pytest.mark.parametrize(
+    ("method", "settings", "said"),
+    [("turbo", {"bitz": 4}, "bitz"), (None, {"bits": 1}, "bits=2.5"), (None, {"kl": "low"}, "kl=0.01")],
+    ids=str,
+)
+def test_settings_are_checked_before_anything_is_loaded(method: str | None, settings: dict[str, Any], said: str):
+    with pytest.raises(RecipeError, match=said):
+        QAttnConfig(method, **settings)
+
+
+def test_a_budget_takes_settings_that_all_methods_have():
+    assert QAttnConfig(bits=3.5, decode="eager").settings == {"bits": 3.5, "decode": "eager"}
 
 
 CUSTOM = Path(__file__).resolve().parent.parent / "examples" / "packed_generate"

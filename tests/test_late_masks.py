@@ -19,7 +19,14 @@ WRONG = {
     "too wide": (torch.ones(1, TOKENS + 6, dtype=torch.long), f"has {TOKENS + 6} columns.*must have {TOKENS + 1}"),
     "too narrow": (torch.ones(1, TOKENS, dtype=torch.long), f"has {TOKENS} columns.*must have {TOKENS + 1}"),
     "of the new token alone": (torch.ones(1, 1, dtype=torch.long), f"has 1 columns.*must have {TOKENS + 1}"),
-    "a hole": (torch.ones(1, TOKENS + 1, dtype=torch.long).index_fill(1, torch.tensor([9]), 0), "row 0 has zeros"),
+    "a hole": (
+        torch.ones(1, TOKENS + 1, dtype=torch.long).index_fill(1, torch.tensor([9]), 0),
+        "row 0 has zeros between",
+    ),
+    "over tokens": (
+        torch.ones(1, TOKENS + 1, dtype=torch.long).index_fill(1, torch.arange(9), 0),
+        "real tokens of the",
+    ),
 }
 
 

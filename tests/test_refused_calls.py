@@ -37,6 +37,7 @@ def ones(count: int, *zeros: int) -> torch.Tensor:
 RESTART = torch.cat([torch.arange(40), torch.arange(TOKENS - 40)])[None]
 CAUSAL = torch.ones(1, 1, TOKENS, TOKENS).tril()
 OWN = ("DynamicCache", "QAttnCache.for_model(model)")
+HIDDEN = ("row 0", "real tokens of the cache", "fresh cache")
 ATTENTIONS = ("output_attentions", "unpatch(model)")
 FORWARD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"past_key_values": DynamicCache()}, OWN),
@@ -184,6 +185,16 @@ BAD_TURNS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], tuple[str, ...]
         (f"holds {TOKENS} and 2 are new", f"must have {TOKENS + 2}"),
     ),
     "hole": (lambda m, c: m(ONE[:, :2], attention_mask=ones(TOKENS + 2, TOKENS), **c), ("zeros between", "the left")),
+    "hidden": (lambda m, c: m(ONE[:, :2], attention_mask=ones(TOKENS + 2, *range(9)), **c), HIDDEN),
+    "hidden at a step": (lambda m, c: m(ONE[:, :1], attention_mask=ones(TOKENS + 1, 0), **c), HIDDEN),
+    "hidden in generate": (
+        lambda m, c: m.generate(LONGER[:1], attention_mask=ones(TOKENS + 2, *range(9)), **c, **GREEDY),
+        HIDDEN,
+    ),
+    "drafts": (
+        lambda m, c: m.generate(LONGER[:1], prompt_lookup_num_tokens=3, **c, **GREEDY),
+        ("reads the whole prompt again", "prompt_lookup_num_tokens"),
+    ),
     "own mask": (lambda m, c: m(ONE[:, :1], attention_mask=CAUSAL[:, :, -1:].bool(), **c), ("custom attention mask",)),
     "output_attentions": (lambda m, c: m(ONE[:, :1], output_attentions=True, **c), ATTENTIONS),
     "stock attention": (lambda m, c: tiny()(ONE[:, :1], **c), ("qattn_hf.patch",)),

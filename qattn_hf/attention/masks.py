@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, GenerationConfig
@@ -30,42 +30,53 @@ class Pending(NamedTuple):
 _pending: weakref.WeakKeyDictionary[Cache, Pending] = weakref.WeakKeyDictionary()
 
 
-def mask_facts(attention_mask: torch.Tensor, cached: int | torch.Tensor) -> torch.Tensor:
-    """Return int64 `[2]` on the mask's device: the columns that the cache holds, and a row index.
+def mask_facts(attention_mask: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Return int64 `[3]` on the mask's device: the columns that the cache holds, and two row indices.
 
-    The index is the first row of the mask `[B, S]` with zeros between real tokens; -1 if there is none.
+    The first index is the first row of the mask `[B, S]` with zeros between real tokens. The second is the first row
+    with zeros for real tokens of the cache. Each is -1 if there is none.
     """
     real = attention_mask.bool()
+    cached = torch.as_tensor(0 if cache is None else cache.get_seq_length(), device=real.device).long()
     holes = (real[:, :1].int().sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)) > 1
-    row = torch.where(holes.any(), holes.int().argmax(), -1)
-    return torch.stack([torch.as_tensor(cached, device=row.device).long(), row.long()])
+    hidden = torch.zeros_like(holes)
+    written = [layer for layer in cache.packed if layer.is_initialized] if cache is not None else []
+    if written and len(real) in (1, written[0].batch):
+        padding = cached - written[0].state["length"].to(real.device)
+        past = torch.arange(real.shape[1], device=real.device) < cached
+        hidden = (past & ~real).sum(1) > padding
+    return torch.stack([cached, *(torch.where(rows.any(), rows.int().argmax(), -1) for rows in (holes, hidden))])
 
 
-def check_mask(attention_mask: torch.Tensor, cached: int | torch.Tensor, tokens: int) -> None:
+def check_mask(attention_mask: torch.Tensor, cache: Any, tokens: int | None = None) -> None:
     """Check a 2-D mask `[B, S]` against the cache. Waits for the device.
 
     Args:
-        cached: columns that the cache holds, padding included.
-        tokens: new columns.
+        cache: a `QAttnCache`, or None for an empty one.
+        tokens: new columns. None: those that the mask has beyond the cache's.
 
     Raises:
-        UnsupportedError: the width is not `cached + tokens`, or zeros are between real tokens. Padding belongs on the
-            left, or on the right of a single call.
+        UnsupportedError: the width is not that of the cached and new columns; zeros are between real tokens, or hide
+            real tokens of the cache. Padding belongs on the left, or on the right of a single call.
     """
-    _refuse(attention_mask.shape[-1], tokens, mask_facts(attention_mask, cached), "")
+    _refuse(attention_mask.shape[-1], tokens, mask_facts(attention_mask, cache), "")
 
 
-def check_prompt_mask(attention_mask: torch.Tensor, generation_config: GenerationConfig) -> None:
+def check_prompt_mask(attention_mask: torch.Tensor, generation_config: GenerationConfig, cache: Any) -> None:
     """Check the 2-D mask of a prompt in `generate`: every row must be zeros (padding), then ones.
 
     If the user passes no mask, `generate` treats every pad token of the prompt as padding, unless it is also an end
     token. The message then says so.
 
+    Args:
+        cache: the `QAttnCache` that the prompt continues, or None.
+
     Raises:
-        UnsupportedError: padding on the right or between tokens, or a row without a real token.
+        UnsupportedError: padding on the right, between tokens or over tokens of the cache; or a row without a real
+            token.
     """
     try:
-        check_mask(attention_mask, 0, attention_mask.shape[1])
+        check_mask(attention_mask, cache)
         empty = ~attention_mask.bool().any(1)
         if bool(empty.any()):
             row = int(empty.nonzero()[0])
@@ -92,10 +103,10 @@ def check_mask_later(attention_mask: torch.Tensor, cache: Cache, tokens: int) ->
         UnsupportedError: on a CPU, as in `check_mask`.
     """
     if waits_for_nothing(attention_mask):
-        return check_mask(attention_mask, cache.get_seq_length(), tokens)
+        return check_mask(attention_mask, cache, tokens)
     if cache in _pending or capturing():  # one check at a time: a wrong mask stays wrong
         return None
-    facts, arrived = to_host(mask_facts(attention_mask, cache.get_seq_length()))
+    facts, arrived = to_host(mask_facts(attention_mask, cache))
     _pending[cache] = Pending(attention_mask.shape[-1], tokens, facts, arrived)
     return None
 
@@ -131,9 +142,9 @@ def to_host(facts: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
     return copy, arrived
 
 
-def _refuse(width: int, tokens: int, facts: torch.Tensor, late: str) -> None:
-    cached, row = facts.tolist()
-    if width != cached + tokens:
+def _refuse(width: int, tokens: int | None, facts: torch.Tensor, late: str) -> None:
+    cached, row, hidden = facts.tolist()
+    if tokens is not None and width != cached + tokens:
         raise UnsupportedError(
             f"the attention_mask has {width} columns, but the cache holds {cached} and {tokens} are new: it must have "
             f"{cached + tokens}, the cached tokens included{late}"
@@ -142,4 +153,9 @@ def _refuse(width: int, tokens: int, facts: torch.Tensor, late: str) -> None:
         raise UnsupportedError(
             f"the attention_mask of row {row} has zeros between real tokens; a packed cache takes padding on the left, "
             f"or on the right of a single call. Move the padding to the left{late}"
+        )
+    if hidden >= 0:
+        raise UnsupportedError(
+            f"the attention_mask of row {hidden} has zeros for real tokens of the cache, which a mask cannot hide: "
+            f"keep the mask of earlier calls, or read the other tokens into a fresh cache{late}"
         )

@@ -74,7 +74,8 @@ def prepare_cache(
 
     Raises:
         UnsupportedError: another kind of cache is requested; the checkpoint sets `use_cache=False`; a prompt mask is
-            not left padding; more tokens than a sliding window shows.
+            not left padding, or hides tokens of the cache; drafts with a cache that holds tokens; more tokens than a
+            sliding window shows.
     """
     _check_asked(model, generation_config, model_kwargs)
     generation_config.cache_implementation = None  # of this call only; a checkpoint's value is for stock caches
@@ -83,14 +84,19 @@ def prepare_cache(
         _check_rolls_back(model._qattn)
     if model._qattn.window is not None:
         check_reach(model._qattn.window, max_cache_length + drafted)
-    mask = model_kwargs.get("attention_mask")
+    mask, given = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     if mask is not None and mask.dim() == 2:
-        check_prompt_mask(mask, generation_config)
+        check_prompt_mask(mask, generation_config, given if isinstance(given, QAttnCache) else None)
     if generation_config.use_cache is False:
         return  # each call makes its own cache and drops it
     last = model._qattn.last
     last.skip_next(False)
-    cache = model_kwargs[CACHE] = _cache_of(model, model_kwargs.get(CACHE))
+    cache = model_kwargs[CACHE] = _cache_of(model, given)
+    if drafted and int(cache.get_seq_length()):
+        raise UnsupportedError(
+            "assisted generation reads the whole prompt again into a cache that holds tokens, so they would count "
+            f"twice: leave {CACHE} out, or leave out the assistant and prompt_lookup_num_tokens"
+        )
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     run_steps(model, generation_config, generation_mode, cache)
     if generation_config.prefill_chunk_size is None:  # of this call only

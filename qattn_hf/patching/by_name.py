@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qattn_hf.patching.patcher import patch
+from qattn_hf.choosing.choose import check_budget
+from qattn_hf.patching.patcher import has_budget, patch
 from qattn_hf.recipes.recipe import find_recipe
 
 NAME = "qattn"
-BUDGETS = ("bits", "kl")
 
 
 @register_quantization_config(NAME)
@@ -29,7 +29,8 @@ class QAttnConfig(QuantizationConfigMixin):
 
     Args:
         method: a method's or a recipe's name, as in `patch`. None: the model chooses within `bits` or `kl`, or `turbo`.
-        settings: settings of the method, or the budget `bits` or `kl`, as in `patch`. They must be plain data that JSON
+        settings: settings of the method, or the budget `bits` or `kl` with the settings that all methods have, as in
+            `patch`. They must be plain data that JSON
             can hold.
 
     Raises:
@@ -39,7 +40,9 @@ class QAttnConfig(QuantizationConfigMixin):
     def __init__(self, method: str | None = None, *, quant_method: str = NAME, **settings: Any):
         self.quant_method = quant_method
         self.method, self.settings = method, {**settings.pop("settings", {}), **settings}
-        if method is not None or not set(self.settings) <= set(BUDGETS):
+        if method is None and has_budget(self.settings):
+            check_budget(self.settings)
+        else:
             find_recipe(method, None, self.settings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
     if mask.dim() != 2:
         raise UnsupportedError(f"a mask of {mask.dim()} dimensions is not supported; pass a 2-D attention_mask")
     if tokens > 1:
-        check_mask(mask, cache.get_seq_length(), tokens)
+        check_mask(mask, cache, tokens)
     else:  # on a GPU a step of one token must not wait for the device
         check_mask_later(mask, cache, tokens)
 

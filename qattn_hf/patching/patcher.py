@@ -109,12 +109,12 @@ def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
 
 def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:
     """Return the recipe that the model chooses within a budget, or the named recipe with the family's defaults."""
-    if method is None and recipe is None and _has_budget(settings):
+    if method is None and recipe is None and has_budget(settings):
         return _chosen(model, settings)
     return find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
 
 
-def _has_budget(settings: dict[str, Any]) -> bool:
+def has_budget(settings: dict[str, Any]) -> bool:
     """Return whether settings without a method ask for a choice.
 
     Values that only turbo takes (`bits="mixed"`, `bits=2` with `n_h`) mean turbo."""
