@@ -16,16 +16,20 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qattn_hf.assets import demo_model_dir
 from qattn_hf.recipes.recipe import find_recipe
+from qattn_hf.server.engine import Stream
 from qattn_hf.server.ports import listening
 from qattn_hf.server.run import LOST, Options, Server, loaded, serve
 from qattn_hf.server.sampling import sampling_of
 from qattn_hf.server.schemas import CompletionRequest
-from qattn_hf.server.service import Service
+from qattn_hf.server.service import Answer, Record, Service
 from qattn_hf.server.text import Text
 
 __all__ = [
     "LOST",
+    "Answer",
     "CompletionRequest",
+    "Record",
+    "Stream",
     "Text",
     "sampling_of",
     "serve",

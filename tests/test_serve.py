@@ -306,6 +306,30 @@ def test_a_request_that_fails_in_turn_fails_alone(folder: str, monkeypatch: pyte
         assert client.ask("/health")[0] == 200 and client.ask(COMPLETIONS, {"prompt": [5], "max_tokens": 2})[0] == 200
 
 
+def test_a_checkpoint_with_stop_strings_and_no_cache_is_served_in_turn(tmp_path: Path):
+    """Neither is a setting that `generate` takes as it is: the strings need a tokenizer, and answers need a cache."""
+    model = here.small_model(tmp_path)
+    GenerationConfig(stop_strings=["e"], use_cache=False, eos_token_id=2).save_pretrained(model)
+    with here.served(model, batching=False) as client:
+        status, body = client.ask(COMPLETIONS, {"prompt": "The ship", "max_tokens": 8, "temperature": 0})
+    assert status == 200, body
+    assert body["choices"][0]["finish_reason"] == "stop" and "e" not in body["choices"][0]["text"]
+
+
+def test_a_body_that_is_no_json_object_is_told_the_header(server: Any):
+    for status, body in (
+        server.ask(COMPLETIONS, {"prompt": "a"}, content_type="application/x-www-form-urlencoded"),
+        server.ask(COMPLETIONS, b"[]"),
+        server.ask(COMPLETIONS, b""),
+    ):
+        assert status == 400 and "Content-Type: application/json" in body["error"]["message"]
+
+
+def test_a_field_of_two_types_has_its_own_name(server: Any):
+    status, body = server.ask(COMPLETIONS, {"prompt": "a", "stop": ""})
+    assert (status, body["error"]["param"]) == (400, "stop")
+
+
 def test_a_busy_port_is_an_error_before_anything_loads(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     def no(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")

@@ -1,7 +1,8 @@
-"""Many clients at once, some of them misbehaving, and a server process from start to end."""
+"""Many clients at once, some of them misbehaving, the end of a stream, and a server process from start to end."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +117,21 @@ def thirty_clients(client: Any, method: str) -> None:
         assert {answer for word, answer in found if word == "answered"} == {want}
         assert client.complete(**SHIP) == want
     assert client.ask("/health")[0] == 200 and client.complete(**SHIP)
+
+
+def test_a_stop_string_in_the_held_text_ends_the_answer():
+    """The last token ends with half of a character, so its text comes after the last token."""
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "go on \N{REPLACEMENT CHARACTER}" if ids else "")
+    service = SimpleNamespace(eos=(), engine=SimpleNamespace(close=lambda *_: None))
+
+    async def read() -> Any:
+        stream = here.Stream("one", [], 1, {})
+        stream.push([5])
+        stream.push(None)
+        answer = here.Answer(service, stream, here.Text(tokenizer, ["on"]), here.Record())
+        return "".join([piece async for piece in answer.pieces()]), answer.finish
+
+    assert asyncio.run(read()) == ("go ", "stop")
 
 
 @pytest.mark.slow

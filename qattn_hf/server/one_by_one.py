@@ -26,19 +26,19 @@ class OneByOne(Engine):
     """The worker is a thread that calls `generate` for one request after the other.
 
     Args:
-        model: patched. eos: ids that end an answer.
+        model: patched. tokenizer: of the model. eos: ids that end an answer.
     """
 
-    def __init__(self, model: PreTrainedModel, eos: list[int]):
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, eos: list[int]):
         super().__init__()
-        self._model = model
+        self._model, self._tokenizer = model, tokenizer
         self._config: GenerationConfig = GenerationConfig.from_dict(model.generation_config.to_dict())
         pad = self._config.pad_token_id
         self._config.update(
             num_return_sequences=1,
             num_beams=1,
             max_length=None,
-            stop_strings=None,
+            use_cache=True,  # trained checkpoints often say False
             eos_token_id=eos or None,
             pad_token_id=pad if pad is not None else (eos or [0])[0],
         )
@@ -108,6 +108,7 @@ class OneByOne(Engine):
             generation_config=config,
             streamer=_Tokens(stream),
             stopping_criteria=StoppingCriteriaList([_Cancelled(stream)]),
+            tokenizer=self._tokenizer,  # reads the checkpoint's stop strings
         )
         stream.bits = report(self._model).to_dict()["effective_bits"]
 

@@ -14,6 +14,7 @@ from qattn_hf.messages import cut
 LONGEST = 1000  # characters of a message
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 LATER = {"Retry-After": "1"}  # seconds
+MEMBERS = ("str", "int", "float", "constrained-str")  # of unions, as pydantic names them
 
 
 class Refused(Exception):
@@ -47,8 +48,14 @@ def of_validation(error: RequestValidationError) -> Refused:
     first = found[0]
     if first["type"] == "json_invalid":
         return Refused('the body is no JSON: send an object such as {"prompt": "Hello"}', code="invalid_json")
+    if first["loc"] == ("body",):
+        return Refused(
+            'the body is no JSON object: send an object such as {"prompt": "Hello"} with the header '
+            "Content-Type: application/json",
+            code="invalid_value",
+        )
     # of a union pydantic names the member too, as in ("body", "prompt", "list[int]", 1)
-    path = [str(part) for part in first["loc"][1:] if "[" not in str(part) and part not in ("str", "int", "float")]
+    path = [str(part) for part in first["loc"][1:] if "[" not in str(part) and part not in MEMBERS]
     param = ".".join(path) or None
     if first["type"] == "extra_forbidden":
         return Refused(f"the field {param} is unknown to this server: leave it out", param=param, code="unknown_field")

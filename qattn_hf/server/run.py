@@ -99,7 +99,7 @@ def loaded(recipe: Recipe, options: Options) -> Service:
     engine: Engine
     together = transformers_api.continuous_api is not None if options.batching is None else options.batching
     if not together:
-        engine = OneByOne(model, eos)
+        engine = OneByOne(model, found.tokenizer, eos)
     else:
         from qattn_hf.server.batching import Batching
 

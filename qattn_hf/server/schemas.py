@@ -46,6 +46,8 @@ NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "the server writes text only after a prompt: leave it out"),
 }
 
+IN_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls")  # fields of a message in an answer
+
 
 class Body(BaseModel):
     """Checks of every request body: known fields, exact types, finite numbers."""
@@ -68,11 +70,19 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """A message of a chat."""
+    """A message of a chat. Fields of `IN_ANSWERS` may be there, but must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_empty_fields(cls, given: Any) -> Any:
+        """Leave out what OpenAI's clients add to an answer that they send back."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if name not in IN_ANSWERS or value not in (None, [])}
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates read it: the parts of its content as lines of one text."""

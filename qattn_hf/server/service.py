@@ -168,6 +168,8 @@ class Answer:
                 self._ended = True
             if rest := self._text.end():
                 yield rest
+            if self._text.stopped:  # a stop string may end inside the held text
+                self.finish = "stop"
             self.finish = self.finish or "length"
         finally:
             self.close()
