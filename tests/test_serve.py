@@ -103,7 +103,9 @@ def test_a_stream_is_the_answer_in_pieces(server: Any, path: str):
 
 def test_a_model_without_a_template_reads_lines(server: Any):
     """The template that docs/serve.md gives; the next line of the user would end the answer."""
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "assistant", "content": "Yes."}]
+    dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    messages: list[Any] = [{"role": "developer", "content": "Be brief."}]
+    messages += [{"role": "assistant", "content": "Yes.", **dumped}]  # an answer as OpenAI's client dumps it
     messages += [{"role": "user", "content": [{"type": "text", "text": "Good"}, {"type": "text", "text": "morning"}]}]
     found = server.ask(CHAT, {"messages": messages, "max_tokens": 12})[1]["choices"][0]["message"]["content"]
     assert found == server.complete(
@@ -168,6 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({**HELLO, "max_completion_tokens": -1}, "max_completion_tokens"),
     ({"messages": [{"role": "user", "content": "word " * here.POSITIONS}]}, "messages"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
 ]
 
