@@ -290,12 +290,6 @@ def test_report_of_an_empty_text_is_an_error(qattn, model_dir, tmp_path):
     assert code == 1 and "holds no text" in err
 
 
-def test_a_text_that_is_not_utf8_is_named(qattn, tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe")
-    code, _, err = qattn("cache", "report", "--text", str(tmp_path / "latin.txt"))
-    assert code == 1 and "latin.txt: the file is not UTF-8 text. Fix:" in err
-
-
 def test_cache_builds_a_file_and_says_what_it_holds(qattn, model_dir, tmp_path):
     text, file = tmp_path / "book.txt", tmp_path / "prefix.safetensors"
     text.write_text(PROSE)

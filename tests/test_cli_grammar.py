@@ -142,3 +142,9 @@ def test_methods_are_data_too(qattn):
     }
     assert data[0]["settings"]["block_kv"]["reference_only"] == [32]
     assert [one["name"] for one in json.loads(qattn("methods", "--json")[1])["methods"]] == list_methods()
+
+
+def test_a_text_that_is_not_utf8_is_named(qattn, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe")
+    code, _, err = qattn("cache", "report", "--text", str(tmp_path / "latin.txt"))
+    assert code == 1 and "latin.txt: the file is not UTF-8 text. Fix:" in err

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from test_continuous_batching import needs_pages
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf import UnsupportedError, cli, patch
 from qattn_hf.assets import demo_model_dir
@@ -309,16 +309,6 @@ def test_a_request_that_fails_in_turn_fails_alone(folder: str, monkeypatch: pyte
         assert client.ask("/health")[0] == 200 and client.ask(COMPLETIONS, {"prompt": [5], "max_tokens": 2})[0] == 200
 
 
-def test_a_checkpoint_with_stop_strings_and_no_cache_is_served_in_turn(tmp_path: Path):
-    """Neither is a setting that `generate` takes as it is: the strings need a tokenizer, and answers need a cache."""
-    model = here.small_model(tmp_path)
-    GenerationConfig(stop_strings=["e"], use_cache=False, eos_token_id=2).save_pretrained(model)
-    with here.served(model, batching=False) as client:
-        status, body = client.ask(COMPLETIONS, {"prompt": "The ship", "max_tokens": 8, "temperature": 0})
-    assert status == 200, body
-    assert body["choices"][0]["finish_reason"] == "stop" and "e" not in body["choices"][0]["text"]
-
-
 def test_a_body_that_is_no_json_object_is_told_the_header(server: Any):
     for status, body in (
         server.ask(COMPLETIONS, {"prompt": "a"}, content_type="application/x-www-form-urlencoded"),
@@ -371,27 +361,3 @@ def test_text_is_given_out_as_soon_as_it_is_certain():
         found += text.end()
         assert found == (whole[: whole.index(stop)] if stop in whole else whole)
         assert text.stopped == (stop in whole)
-
-
-def test_a_request_without_settings_has_the_checkpoints():
-    greedy, warm = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_k=20)
-
-    def settings(config: GenerationConfig, **given: Any) -> dict[str, Any]:
-        return here.sampling_of(here.CompletionRequest.model_validate({"prompt": "a", **given}), config)
-
-    for config, given in (
-        (greedy, {}),
-        (greedy, {"seed": 1}),
-        (warm, {"temperature": 0}),
-        (warm, {"temperature": 1e-9}),
-    ):
-        assert settings(config, **given) == {"do_sample": False}
-    assert settings(warm) == {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 1.0}
-    assert settings(warm, top_k=0, seed=3) == {
-        "do_sample": True,
-        "temperature": 0.6,
-        "top_k": 0,
-        "top_p": 1.0,
-        "seed": 3,
-    }
-    assert settings(greedy, top_p=0.9) == {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.9}

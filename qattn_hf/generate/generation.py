@@ -92,11 +92,8 @@ def prepare_cache(
     last = model._qattn.last
     last.skip_next(False)
     cache = model_kwargs[CACHE] = _cache_of(model, given)
-    if drafted and int(cache.get_seq_length()):
-        raise UnsupportedError(
-            "assisted generation reads the whole prompt again into a cache that holds tokens, so they would count "
-            f"twice: leave {CACHE} out, or leave out the assistant and prompt_lookup_num_tokens"
-        )
+    if drafted:
+        _check_empty(cache)
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     run_steps(model, generation_config, generation_mode, cache)
     if generation_config.prefill_chunk_size is None:  # of this call only
@@ -106,17 +103,27 @@ def prepare_cache(
     cache.prefill_chunk_size = generation_config.prefill_chunk_size
     if drafted:
         cache.raise_horizon(drafted)
-        if (
-            model._qattn.runner.how == "compile"
-        ):  # Transformers 5.24 and later would compile a call for each draft length
-            generation_config.disable_compile = (
-                generation_config.disable_compile or generation_config.compile_config is None
-            )
-    if not generation_config.is_assistant:
-        model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
-    elif whole_model(model) and not all(layer.planned and layer.capacity >= max_cache_length for layer in cache.packed):
+        if model._qattn.runner.how == "compile" and generation_config.compile_config is None:
+            generation_config.disable_compile = True  # Transformers 5.24 would compile a call for each draft length
+    _allocate(model, cache, max_cache_length, drafted, generation_config.is_assistant)
+
+
+def _allocate(model: PreTrainedModel, cache: QAttnCache, longest: int, drafted: int, assists: bool) -> None:
+    """Give a cache room for `longest` tokens and `drafted` ones. `assists`: the model drafts for another."""
+    if not assists:
+        model._qattn.pool.allocate(cache.plan, longest + drafted)
+    elif whole_model(model) and not all(layer.planned and layer.capacity >= longest for layer in cache.packed):
         # a draft model runs many short calls; spare capacity keeps addresses, so few of the calls capture again
-        model._qattn.pool.allocate(cache.plan, max_cache_length + max_cache_length // 4 + DRAFTED)
+        model._qattn.pool.allocate(cache.plan, longest + longest // 4 + DRAFTED)
+
+
+def _check_empty(cache: QAttnCache) -> None:
+    """Refuse drafts with a cache that holds tokens: Transformers would feed the whole prompt again."""
+    if int(cache.get_seq_length()):
+        raise UnsupportedError(
+            "assisted generation reads the whole prompt again into a cache that holds tokens, so they would count "
+            f"twice: leave {CACHE} out, or leave out the assistant and prompt_lookup_num_tokens"
+        )
 
 
 def _cache_of(model: PreTrainedModel, given: Any) -> QAttnCache:

@@ -15,6 +15,8 @@ from qattn_hf.server.refusals import Refused
 
 BLOCK = 256  # tokens of a block of `--blocks`
 CLOSING = 2.0  # seconds that a worker has for the end of its step
+# settings of a checkpoint that continuous batching does not have; 1 changes nothing
+LEFT_OUT = ("repetition_penalty", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id")
 
 
 class Batching(Engine):
@@ -32,10 +34,11 @@ class Batching(Engine):
         given = {"num_blocks": blocks, "max_batch_tokens": batch_tokens}
         settings = {name: value for name, value in given.items() if value is not None}
         config: GenerationConfig = GenerationConfig.from_dict(model.generation_config.to_dict())
-        config.update(num_return_sequences=1, num_beams=1, stop_strings=None)
+        left = {name: value for name in LEFT_OUT if (value := getattr(config, name)) not in (None, 1)}
+        config.update(num_return_sequences=1, num_beams=1, stop_strings=None, **dict.fromkeys(left))
         self._eos = eos or [-1]
-        penalty = config.repetition_penalty
-        self._left_out = "" if penalty in (None, 1) else f"; the checkpoint's repetition_penalty={penalty} is left out"
+        names = ", ".join(f"{name}={value}" for name, value in left.items())
+        self._left_out = f"; left out of the checkpoint's settings: {names}" if left else ""
         self._manager: Any = model.init_continuous_batching(
             generation_config=config,
             continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, **settings),
