@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import typer
 from helpers import tiny_llama
 
-from qattn_hf import QAttnCache, RecipeError, load_recipe, patch, report
+from qattn_hf import QAttnCache, QAttnError, RecipeError, load_recipe, patch, report
+from qattn_hf.bench import first_call
 from qattn_hf.cli import app
 from qattn_hf.recipes.recipe import find_recipe, find_recipes, list_recipes
 from qattn_hf.recipes.spelling import split_method, split_methods
@@ -28,13 +31,14 @@ COMMANDS = {
     "bench prefill": ("--heads", "0"),
     "bench tiles": ("--heads", "0"),
     "bench generate": ("--way", "turbo eagre"),
-    "bench first-call": ("--device", "none"),
-    "bench throughput": ("--device", "none"),
-    "bench requests": ("--device", "none"),
+    "bench first-call": (),  # it would begin to measure
+    "bench throughput": ("--kv-memory", "1KiB"),
+    "bench requests": ("--kv-memory", "1KiB"),
     "serve": MISSING,
     "cache build": ("./missing", "--text", __file__, "--output", "prefix.safetensors"),
 }
-AFTERWARDS = ("./missing", "--heads 0", "turbo eagre", "device string: none")  # what is found last
+BEGINS = "it begins to measure"
+AFTERWARDS = ("./missing", "--heads 0", "turbo eagre", "at least 1MiB", BEGINS)  # what is found last
 SPELLINGS = (
     "turbo",
     "turbo:bits=2",
@@ -57,8 +61,9 @@ def commands_with_a_method() -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def run(qattn):
+def run(qattn, monkeypatch):
     """Run a command with what `COMMANDS` has for it: `(exit code, stdout, stderr)`."""
+    monkeypatch.setattr(first_call, "rows", Mock(side_effect=QAttnError(BEGINS)))
     return lambda command, *arguments: qattn(*command.split(), *COMMANDS[command], *arguments)
 
 
