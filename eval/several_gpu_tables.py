@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from table import Table, each
 
+MODELS = {32: "8B", 80: "70B"}  # Llama 3.1 by its layers
 SPLITS = {"none": "one GPU", "layers": "layers", "tensors": "tensors"}
 WAYS = ("DynamicCache", "turbo eager", "turbo graph", "int8 graph")
 TITLES = {"DynamicCache": "stock", "turbo eager": "`turbo`, eager", "turbo graph": "`turbo`", "int8 graph": "`int8`"}
@@ -11,10 +12,11 @@ KB = 1e3
 
 TABLES = (
     Table("several-gpus", "several-gpus",
-          "| split | GPUs | prompts || {title} |",
-          "| {over} | {gpus} | {batch} x {context:,} || {ms_per_token:.1f} ms, {kv_bytes:GiB.2f} GiB |",
+          "| model | split | GPUs | prompts || {title} |",
+          "| {model} | {over} | {gpus} | {batch} x {context:,} || {ms_per_token:.1f} ms, {kv_bytes:GiB.2f} GiB |",
           each(lambda row: "error" not in row and row["way"] in WAYS,
-               over=lambda row: SPLITS[row["split"]], title=lambda row: TITLES[row["way"]]),
+               model=lambda row: MODELS[row["num_hidden_layers"]], over=lambda row: SPLITS[row["split"]],
+               title=lambda row: TITLES[row["way"]]),
           "way", WAYS),
     Table("move-prefix", "move-prefix",
           "| cache | KB a token | save | load | load, unchecked | GPU to GPU |",

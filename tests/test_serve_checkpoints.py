@@ -24,12 +24,12 @@ def test_settings_of_a_checkpoint_that_batching_does_not_have_are_named(
 
     model, answers, said, start = here.small_model(tmp_path), [], [], Batching.start
     monkeypatch.setattr(Batching, "start", lambda self: said.append(start(self)) or said[-1])
-    for given in ({}, {"repetition_penalty": 1.5, "guidance_scale": 2.0, "forced_eos_token_id": 5}):
+    for given in ({}, {"repetition_penalty": 1.5, "guidance_scale": 2.0, "forced_eos_token_id": 1}):
         (tmp_path / "generation_config.json").write_text(json.dumps(given))
         with here.served(model) as client:
             answers.append(client.complete("The ship", max_tokens=8, temperature=0))
     assert "left out" not in said[0] and answers[0] == answers[1]
-    assert said[1].endswith("settings: repetition_penalty=1.5, guidance_scale=2.0, forced_eos_token_id=5")
+    assert said[1].endswith("settings: repetition_penalty=1.5, guidance_scale=2.0, forced_eos_token_id=1")
 
 
 def test_a_checkpoint_with_stop_strings_and_no_cache_is_served_in_turn(tmp_path: Path):

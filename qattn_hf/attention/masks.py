@@ -53,11 +53,11 @@ def check_mask(attention_mask: torch.Tensor, cache: Any, tokens: int | None = No
 
     Args:
         cache: a `QAttnCache`, or None for an empty one.
-        tokens: new columns. None: those that the mask has beyond the cache's.
+        tokens: number of new columns, or None for the rest of the mask.
 
     Raises:
-        UnsupportedError: the width is not that of the cached and new columns; zeros are between real tokens, or hide
-            real tokens of the cache. Padding belongs on the left, or on the right of a single call.
+        UnsupportedError: the number of columns is not the cached plus the new ones; zeros are between real tokens,
+            or hide real tokens of the cache. Padding belongs on the left, or on the right of a single call.
     """
     _refuse(attention_mask.shape[-1], tokens, mask_facts(attention_mask, cache), "")
 

@@ -63,8 +63,8 @@ def read_settings(texts: list[str] | None) -> Any:
     return texts
 
 
-def known_device(text: str | None) -> Any:
-    """Return the device of an option after a check that torch can use it.
+def known_device(text: str | None) -> str | None:
+    """Return the text of `--device` after a check that torch can use this device.
 
     Raises:
         UsageError: torch knows no such device, or finds no such GPU.

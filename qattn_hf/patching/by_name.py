@@ -30,8 +30,7 @@ class QAttnConfig(QuantizationConfigMixin):
     Args:
         method: a method's or a recipe's name, as in `patch`. None: the model chooses within `bits` or `kl`, or `turbo`.
         settings: settings of the method, or the budget `bits` or `kl` with the settings that all methods have, as in
-            `patch`. They must be plain data that JSON
-            can hold.
+            `patch`. They must be plain data that JSON can hold.
 
     Raises:
         RecipeError: an unknown method, recipe or setting, or an invalid value.

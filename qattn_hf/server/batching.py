@@ -15,8 +15,13 @@ from qattn_hf.server.refusals import Refused
 
 BLOCK = 256  # tokens of a block of `--blocks`
 CLOSING = 2.0  # seconds that a worker has for the end of its step
-# settings of a checkpoint that continuous batching does not have; 1 changes nothing
-LEFT_OUT = ("repetition_penalty", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id")
+# settings of a checkpoint that continuous batching does not have, with the values that change nothing
+LEFT_OUT = {
+    "repetition_penalty": (None, 1),
+    "guidance_scale": (None, 1),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+}
 
 
 class Batching(Engine):
@@ -34,7 +39,7 @@ class Batching(Engine):
         given = {"num_blocks": blocks, "max_batch_tokens": batch_tokens}
         settings = {name: value for name, value in given.items() if value is not None}
         config: GenerationConfig = GenerationConfig.from_dict(model.generation_config.to_dict())
-        left = {name: value for name in LEFT_OUT if (value := getattr(config, name)) not in (None, 1)}
+        left = {name: value for name, neutral in LEFT_OUT.items() if (value := getattr(config, name)) not in neutral}
         config.update(num_return_sequences=1, num_beams=1, stop_strings=None, **dict.fromkeys(left))
         self._eos = eos or [-1]
         names = ", ".join(f"{name}={value}" for name, value in left.items())

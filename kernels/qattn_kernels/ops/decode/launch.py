@@ -53,7 +53,7 @@ def _merging(size: Sizes, shares: Shares) -> tuple[int, int, int]:
     queries takes 3.0 us in place of 3.8 (64 rows, 512 tokens, `int8`). The number of launched splits does not matter,
     because sums would depend on the capacity."""
     if shares.many + size.OPEN <= FEW_SPLITS:
-        return FEW_SPLITS, max(1, min(power_of_two(size.G), MERGED // (FEW_SPLITS * size.V.DP))), 1
+        return FEW_SPLITS, min(power_of_two(size.G), MERGED // (FEW_SPLITS * size.V.DP)), 1
     return (ONE_WARP, 1, 1) if shares.many <= ONE_WARP else (MANY_SPLITS, 1, 4)
 
 

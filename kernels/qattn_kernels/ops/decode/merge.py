@@ -19,7 +19,7 @@ FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
 
 
 class Output(NamedTuple):
-    """The results of a call, and the logits that they take part of the softmax from.
+    """Where the merge stores the results of a call, and the learned sinks that it adds.
 
     Attributes:
         out: `[B, T, Hq, D]` in the model's dtype.
@@ -100,7 +100,8 @@ def _no_parts(output, h, n, M: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _count_skips(counts, merged, counted, bh):
     """Add what sparse V dropped of the queries where `counted` `[M]` is true to the `SkipCounts`."""
-    share, at = merged.lost / tl.where(merged.l == 0.0, 1.0, merged.l), bh + tl.where(counted, 0, 0)
+    share = merged.lost / tl.where(merged.l == 0.0, 1.0, merged.l)
+    at = bh + tl.full(share.shape, 0, tl.int32)
     tl.atomic_add(counts.queries + at, counted.to(tl.int64), mask=counted)
     tl.atomic_add(counts.dropped + at, share.to(tl.float64), mask=counted)
     tl.atomic_max(counts.worst + at, share, mask=counted)
