@@ -214,6 +214,7 @@ def requests(
     longest: Annotated[
         list[int] | None, typer.Option("--longest", min=16, help="Tokens of the longest prompt. Repeatable.")
     ] = None,
+    number: Annotated[int | None, typer.Option("--requests", min=1, help="Requests. Default: 256.")] = None,
     quick: QuickOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
@@ -221,7 +222,7 @@ def requests(
     output: OutputOption = None,
     wide: WideOption = False,
 ) -> None:
-    """Measure 256 requests of mixed lengths in continuous batching.
+    """Measure requests of mixed lengths in continuous batching.
 
     Packed pages and stock pages have the same bytes.
 
@@ -234,6 +235,7 @@ def requests(
     check_version()
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     (load,) = chosen_points(measured, quick, where, None, None)
+    load = load._replace(requests=number or load.requests)
     memory = whole_mib(kv_memory) or [load.kv_mib]
     loads = [load._replace(kv_mib=mib, longest=tokens) for mib in memory for tokens in longest or [load.longest]]
     lm = bench_model(model, quick, where, dtype, random_weights)
