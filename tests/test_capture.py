@@ -53,7 +53,9 @@ def test_a_model_that_cannot_be_captured(fake, kind):
 def test_the_watch_finds_what_waits():
     device, x = torch.device("cpu"), torch.arange(6.0)
     quiet = [lambda: x[torch.tensor([1, 2])], lambda: x.masked_fill(x > 2, 0), lambda: torch.where(x > 2, x, 0).sum()]
+    quiet += [lambda: x.clone().__setitem__(x > 2, 0)]  # as a split embedding does
     loud = [lambda: x[x > 2], lambda: bool(x.any()), lambda: x.nonzero(), lambda: x.to("meta"), lambda: int(x.max())]
+    loud += [lambda: x.clone().__setitem__(x > 2, torch.zeros(3)), lambda: x.view(2, 3)[x[:2] > 0, x[:3] > 1]]
     for call in (*quiet, *loud):
         with capture.SyncWatch(device) as watch:
             call()

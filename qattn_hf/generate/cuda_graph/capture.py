@@ -125,7 +125,10 @@ class SyncWatch(TorchDispatchMode):
             ends = {t.device.type for t in tensors} | {torch.device(kwargs.get("device") or self.device).type}
             return len(ends) > 1
         if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
-            return any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]) if t is not None)
+            indices = [t for t in args[1] if t is not None]
+            if len(indices) == 1 and len(args) > 2 and args[2].dim() == 0 and args[2].device.type == "cpu":
+                return False  # torch fills where the mask is set, as `masked_fill_`; split embeddings do so
+            return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
         return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
