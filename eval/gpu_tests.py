@@ -6,21 +6,28 @@ These tests have the mark `gpu`. They need a GPU, or test kernels, which run in 
 no GPU, so their results are kept in `eval/results/gpu-tests.json`. The command fails if a test fails, if none ran, or
 without a GPU.
 
-Arguments go to pytest, such as files to run instead of all. List the files of a folder together: pytest loses the
-fixtures of a folder that it enters twice. `-n 8` runs tests in eight processes. Tests with the mark `large_memory` run
-after the others, in three processes at most, because each takes up to 20 GB of the GPU.
+Arguments go to pytest, such as files to run instead of all. `-n 8` runs tests in eight processes. Tests with the mark
+`large_memory` run after the others, in three processes at most, because each takes up to 20 GB of the GPU.
+
+`--after RUN` continues the run `RUN` of the record, which ended early: it leaves out the tests that passed or were
+skipped there, except those without parameters.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from recorded import runs_of
 
-TESTS = Path(__file__).resolve().parent.parent / "tests"
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+RECORD = ROOT / "eval" / "results" / "gpu-tests.json"
 AT_ONCE = 3  # tests with the mark `large_memory` that fit a GPU of 80 GB
 
 
@@ -48,12 +55,26 @@ class Rows:
             print("\n" + json.dumps(row), flush=True)
 
 
+def left_out(run: str) -> list[str]:
+    """Options that leave out the tests with parameters that `run` ended. pytest takes a whole name for a prefix."""
+    rows = next(each["rows"] for each in runs_of(RECORD) if each["run"] == run)
+    folders = {path.stem: path for path in gpu_tests(TESTS)}
+    ended = [row for row in rows if row["outcome"] != "failed" and row["test"].endswith("]")]
+    paths = [(folders[row["file"]].relative_to(ROOT), row["test"]) for row in ended if row["file"] in folders]
+    return [f"--deselect={path.as_posix()}::{test}" for path, test in paths]
+
+
 def main(arguments: list[str]) -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_tests: these tests need a CUDA GPU")
+    made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    made.add_argument("--after")
+    chosen, arguments = made.parse_known_args(arguments)
     rows = Rows()
-    files = [] if any(".py" in text for text in arguments) else map(str, gpu_tests(TESTS))
-    options = ["-q", "-p", "no:cacheprovider", *files, *arguments]
+    files = [text for text in arguments if ".py" in text] or list(map(str, gpu_tests(TESTS)))
+    files.sort(key=os.path.dirname)  # pytest loses the fixtures of a folder that it enters twice
+    arguments = [text for text in arguments if ".py" not in text]
+    options = ["-q", "-p", "no:cacheprovider", *files, *arguments, *(left_out(chosen.after) if chosen.after else [])]
     few = ["-n", str(AT_ONCE)] if any(text.startswith("-n") for text in arguments) else []
     codes = [
         pytest.main([*options, "-m", "gpu and not large_memory"], plugins=[rows]),

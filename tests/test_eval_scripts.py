@@ -31,8 +31,8 @@ def script(name: str, folder: str = "eval") -> ModuleType:
     return module
 
 
-SCRIPTS = ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes")
-record, tables, gpu, gpu_parts, gpu_tests, recipes = map(script, SCRIPTS)
+SCRIPTS = ("record", "tables", "gpu", "gpu_parts", "recipes")
+record, tables, gpu, gpu_parts, recipes = map(script, SCRIPTS)
 
 
 def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample", wanted: int = 0, **options) -> Path:
@@ -277,38 +277,6 @@ def test_settings_of_quality_are_those_of_the_tasks(tmp_path, family):
     _, command = gpu_parts.tasks(tmp_path, tmp_path / "net", family)
     asked = [command[i + 1] for i, text in enumerate(command) if text == "--method"]
     assert len(chosen_recipes(asked, None)) == 3 and ("full" in asked) == (family == "8bit")
-
-
-MARKED = """
-import pytest
-
-@pytest.mark.{mark}
-@pytest.mark.large_memory
-def test_large(): pass
-
-@pytest.mark.{mark}
-def test_small(): pass
-
-def test_other(): raise AssertionError
-"""  # the mark's name comes later: this file has no such test
-
-
-def test_gpu_tests_are_chosen_by_their_mark(tmp_path, monkeypatch, capfd):
-    """Not by a file's name; tests that take much memory run too, after the others."""
-    (tmp_path / "test_a.py").write_text(MARKED.format(mark="gpu"))
-    (tmp_path / "test_cuda.py").write_text("import a_library_that_is_not_installed")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    large_memory\n")
-    monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="need a CUDA GPU"):
-        gpu_tests.main([])
-    monkeypatch.setattr(gpu_tests, "TESTS", tmp_path)
-    monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: True)
-    for processes in ([], ["-n", "1"]):
-        with pytest.raises(SystemExit) as ended:
-            gpu_tests.main([*processes, "-c", str(tmp_path / "pytest.ini")])
-        rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
-        assert ended.value.code == 0, rows
-        assert [row["test"] for row in rows] == ["test_small", "test_large"]
 
 
 def test_every_mixed_recipe_is_shown_beside_its_parents():
