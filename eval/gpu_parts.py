@@ -17,7 +17,7 @@ TASKS = ("sums", "recall_10", "recall_40", "recall_100", "qattn_wikitext")  # ea
 TUNED_BITS = "3.25"
 FIRST_CALLS = ("turbo", "int8", "sage2", "turbo:bits=mixed", "sinkq")  # from the fewest to the most kernels
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
-WINDOWED = {"gemma-3-4b": "8GiB", "gpt-oss-20b-12-layers": "4GiB"}  # shapes of requests, and memory of their caches
+WINDOWED = {"gemma-3-4b": "2GiB", "gpt-oss-20b-12-layers": "512MiB"}  # shapes of requests, and memory of their caches
 Part = tuple[str, list[str]]
 
 
@@ -35,8 +35,9 @@ def families() -> dict[str, str]:
 def windowed(shape: str, options: list[str]) -> Part:
     """Requests of a model with windows, which are unquantized in one run and packed in the other."""
     methods = [text for setting in ("turbo", "turbo:sliding=packed") for text in ("--method", setting)]
-    model = [f"eval/shapes/{shape}.json", "--random-weights", "--kv-memory", WINDOWED[shape], "--longest", "8192"]
-    return f"speed-requests-{shape}", bench("requests", *model, *methods, *options)
+    model = [f"eval/shapes/{shape}.json", "--random-weights", "--kv-memory", WINDOWED[shape]]
+    load = ["--requests", "64", "--longest", "4096"]
+    return f"speed-requests-{shape}", bench("requests", *model, *load, *methods, *options)
 
 
 def bench(name: str, *options: str) -> list[str]:

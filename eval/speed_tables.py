@@ -75,19 +75,17 @@ BEAMS = {
     "prompt lookup, no draft accepted": "prompt lookup, none accepted",
     "draft model, every draft accepted": "draft model, all accepted",
 }
-WINDOWED_REQUESTS = (
-    ("Gemma 3 4B", "gemma-3-4b", "8 GiB"),
-    ("half of gpt-oss-20b", "gpt-oss-20b-12-layers", "4 GiB"),
-)
+PACKED_WINDOWS = {"way": "turbo:sliding=packed"}
 CALLS = (
     Pick("step without a CUDA graph", "speed-eager", {"what": "step"}, PAPER, "stock_ms"),
     Pick("first prompt of a cache, 512 tokens", "speed-eager", {"what": "prompt", "tokens": 512}, PAPER, "stock_ms"),
     *(Pick(text, "speed-beams", {"layers": 32, "what": what}, GRAPHED, STOCK_WAY) for text, what in BEAMS.items()),
     Pick("256 requests in 4 GiB, tokens a second", "speed-requests", {}, PAPER, {"way": "model precision, sdpa"},
          "stock's pages", "tokens_per_s", "{x:.0f}", True),
-    *(Pick(f"{name}, 256 requests in {room}, tokens a second", f"speed-requests-{shape}", {},
-           {"way": "turbo:sliding=packed"}, {"way": "model precision, sdpa"}, "stock's pages", "tokens_per_s",
-           "{x:.0f}", True) for name, shape, room in WINDOWED_REQUESTS),
+    Pick("Gemma 3 4B, 64 requests in 2 GiB, tokens a second", "speed-requests-gemma-3-4b", {}, PACKED_WINDOWS,
+         {"way": "model precision, sdpa"}, "stock's pages", "tokens_per_s", "{x:.0f}", True),
+    Pick("half of gpt-oss-20b, 64 requests in 512 MiB, tokens a second", "speed-requests-gpt-oss-20b-12-layers", {},
+         PACKED_WINDOWS, {"way": "turbo"}, "windows not packed", "tokens_per_s", "{x:.0f}", True),
     *(Pick(f"{rows} prompts of {tokens} tokens, 8B", "speed-first-token", {"context": tokens}, {"way": "turbo graph"},
            DYNAMIC, figure="first_token_s", form="{x:.3f} s") for rows, tokens in ((16, 1024), (32, 512))),
     Pick("prompt of 102,400 tokens", "long-prompts", {}, {"method": "turbo:sink_num=0"}, {"method": "full"},
@@ -108,6 +106,9 @@ MODELS = (
          figure="ms_per_token", form="{x:.1f} ms"),
     Pick("half of gpt-oss-20b, a token after 4k", "speed-sliding-gpt-oss-20b", {"context": 4096}, GRAPHED, DYNAMIC,
          figure="ms_per_token", form="{x:.1f} ms"),
+    *(Pick(f"12 layers of Gemma 4, a token after {tokens // 1024}k", "speed-sliding-gemma-4-12-layers",
+           {"context": tokens}, {"way": "turbo graph"}, {"way": "StaticCache"}, "`StaticCache`, compiled",
+           "ms_per_token", "{x:.1f} ms") for tokens in (4096, 32768)),
     Pick("packed window of 1,024 tokens, 16 rows of 32k", "speed-windows", {"bench": "step", "batch": 16},
          {"method": "turbo", "way": "window"}, {"way": "all tokens, masked"}, "all tokens, masked", form=STEP),
     Pick("Llama's heads, 16 x 32k", "speed-bitdecoding", LAYER, PAPER, BITDECODING, "BitDecoding, 4 bits", form=STEP),

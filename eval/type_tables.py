@@ -147,7 +147,7 @@ def _gpu_runs(results: list[Result]) -> Iterable[Row]:
     for found in results:
         said = [row.get("outcome", "passed" if row.get("finite") else "failed") for row in found["rows"]]
         counts = {outcome: said.count(outcome) for outcome in ("passed", "skipped", "failed")}
-        yield {**found, "transformers": found["versions"]["transformers"], **counts}
+        yield {**found, **found["versions"], **counts}
 
 
 TABLES = (
@@ -164,7 +164,7 @@ TABLES = (
           "| {weights} | {versions} | {loaded} | {held} |",
           _weights, split="{intro}"),
     Table("gpu-runs", "gpu-tests* sanitizers",
-          "| record | GPU | transformers | passed | skipped | failed |",
-          "| `{name}` | {device} | {transformers} | {passed} | {skipped} | {failed} |",
+          "| record | GPU | transformers | triton | passed | skipped | failed |",
+          "| `{name}` | {device} | {transformers} | {triton} | {passed} | {skipped} | {failed} |",
           _gpu_runs),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -98,6 +98,17 @@ def python_hook(model: torch.nn.Module) -> str | None:
     return None
 
 
+def _counts_set(x: torch.Tensor, indices: Sequence[torch.Tensor | None], value: Any = None, *_: Any) -> bool:
+    """Whether `x[indices]`, or `x[indices] = value`, asks the device how many elements of a mask are set.
+
+    One mask and a number do not: torch runs `masked_fill_`. Embeddings split by tensor parallelism do that.
+    """
+    given = [index for index in indices if index is not None]
+    if len(given) == 1 and value is not None and value.dim() == 0 and value.device.type == "cpu":
+        return False
+    return any(index.dtype in (torch.bool, torch.uint8) for index in given)
+
+
 class SyncWatch(TorchDispatchMode):
     """Dispatch mode that records the first operation of a model's step that waits for the device.
 
@@ -125,10 +136,7 @@ class SyncWatch(TorchDispatchMode):
             ends = {t.device.type for t in tensors} | {torch.device(kwargs.get("device") or self.device).type}
             return len(ends) > 1
         if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
-            indices = [t for t in args[1] if t is not None]
-            if len(indices) == 1 and len(args) > 2 and args[2].dim() == 0 and args[2].device.type == "cpu":
-                return False  # torch fills where the mask is set, as `masked_fill_`; split embeddings do so
-            return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
+            return _counts_set(*args)
         return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
