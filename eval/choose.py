@@ -115,7 +115,7 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int, known: dic
     row |= {"bits_total": total_bits(model, found.recipe), "best": best, "best_kl": known[best]["kl"] if best else None}
     counts = {"forwards": len(calls), "trials": len(found.trials), "tried": sum(t["measured"] for t in found.trials)}
     times = {"tune_seconds": round(seconds, 1), "phases": phases}
-    expected = {"predicted_kl": found.predicted, "measured_kl": found.measured["kl"], "uniform": found.uniform}
+    expected = {"predicted_kl": found.predicted, "uniform": found.uniform}
     return {**times, **counts, **row, **expected, "recipe": found.recipe.as_yaml()}
 
 

@@ -112,17 +112,18 @@ def test_a_budget_in_bits_is_met_by_real_tensors(by_bits, readings):
     model = patch(noisy_llama(), recipe=by_bits.recipe)
     *_, last = feed(model, readings[0].ids, cuts(300, 61))
     bits = size_of(last.cache, AT, torch.float32).effective_bits_total
-    assert bits == by_bits.measured["effective_bits_total"] == by_bits.checked[0]["effective_bits_total"] <= 5.85
+    assert bits == by_bits.checked[0]["effective_bits_total"] <= 5.85
     assert bits == pytest.approx(8 * sum(option.n_bytes for option in by_bits.chosen) / (AT * LAYERS * 2 * 2 * 16))
     specs = dict(enumerate(model._qattn.specs))
     assert bits_total(model.config, specs, AT, torch.float32) == pytest.approx(bits)
 
 
-def test_it_loses_no_more_than_the_uniform_recipe_of_its_bits(by_bits):
+def test_it_loses_no_more_than_the_uniform_recipe_of_its_bits(by_bits, readings):
     tuned, half = by_bits.checked
     assert half["effective_bits_total"] >= 5.84  # else the budget would not compare them
     assert tuned["kl"] < half["kl"]
-    assert by_bits.measured["kl"] == pytest.approx(by_bits.predicted, rel=0.5)
+    measured = text_figures(through_all(noisy_llama(), by_bits.recipe, readings[0]))["kl"]
+    assert measured == pytest.approx(by_bits.predicted, rel=0.5)  # predicted on full-precision inputs
 
 
 def test_a_budget_in_kl_is_met_as_measured(readings):

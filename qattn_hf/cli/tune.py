@@ -152,19 +152,20 @@ def write_trials(tuned: Tuned, model: str, trials: Path | None, picture: Path | 
 
 
 def header(tuned: Tuned, model: str, at_tokens: int) -> str:
-    """Comments for the recipe file: model, bits, KL on the rows that decided and on others."""
-    measured, checked = tuned.measured, tuned.checked[0]
-    bits = f"{measured['effective_bits_total']:.3f} bits a value at {at_tokens} tokens"
+    """Comments for the recipe file: model, bits, KL on rows that it was not tuned on."""
+    checked = tuned.checked[0]
+    bits = f"{checked['effective_bits_total']:.3f} bits a value at {at_tokens} tokens"
     return (
         f"# Tuned for {model} by `qattn tune`: {bits}, everything counted.\n"
-        f"# KL to full precision {measured['kl']:.6f} on the {measured['rows']} rows of "
-        f"{measured['tokens']} tokens that decided, {checked['kl']:.6f} on {checked['rows']} others.\n"
+        f"# KL to full precision {checked['kl']:.6f}, on {checked['rows']} rows of {checked['tokens']} tokens that it "
+        "was not tuned on.\n"
     )
 
 
 def measured_rows(tuned: Tuned, model: str) -> list[dict[str, Any]]:
     """Rows of the recipe on the text that decided, then on other text."""
-    first = {"on": "rows that decided", "predicted_kl": tuned.predicted, **tuned.measured}
+    measured = tuned.measured or {"method": "tuned"}
+    first = {"on": "rows that decided", "predicted_kl": tuned.predicted, **measured}
     rows = [first, *({"on": "other rows", **row} for row in tuned.checked)]
     return [{"model": model, **{key: value for key, value in row.items() if key != "layers"}} for row in rows]
 
@@ -186,10 +187,9 @@ def show(tuned: Tuned) -> None:
     console.print(chosen)
     if tuned.uniform is not None:
         print("Best of one candidate for all layers: {}, KL predicted {:.6f}.".format(*tuned.uniform))
-    print(
-        f"KL predicted {tuned.predicted:.6f}, measured {tuned.measured['kl']:.6f} on the same rows; on "
-        f"{tuned.checked[0]['rows']} rows that it was not tuned on:"
-    )
+    measured = "" if tuned.measured is None else f", measured {tuned.measured['kl']:.6f} on the same rows"
+    others = f"on {tuned.checked[0]['rows']} rows that it was not tuned on"
+    print(f"KL predicted {tuned.predicted:.6f}{measured}; {others}:")
     checked = Table(box=None, pad_edge=False)
     for name in ("recipe", "KL", "same top-1", "bits, closed", "bits, all"):
         checked.add_column(name, justify="left" if name == "recipe" else "right")

@@ -76,7 +76,8 @@ class Tuned:
             full-precision inputs. For a budget in KL it is the sum of the layers' KLs.
         uniform: for a budget in bits, the best candidate that all layers can share, and its expected KL. None if no
             candidate fits.
-        measured: row of `compare` for the recipe, on the rows that it was tuned on.
+        measured: for a budget in KL, row of `compare` for the recipe, on the rows that it was tuned on. For a budget in
+            bits, None.
         checked: rows of `compare` on other rows: for the recipe, then for the references. Like `measured` they have no
             figures of single layers.
         chosen: the option chosen for each packed layer.
@@ -88,7 +89,7 @@ class Tuned:
     recipe: Recipe
     predicted: float
     uniform: tuple[str, float] | None
-    measured: Row
+    measured: Row | None
     checked: list[Row]
     chosen: list[Option]
     trials: list[Row]
@@ -130,10 +131,11 @@ def tune(
         if budget.bits is not None:
             planned = _picked(options, _within_bits(front, budget.bits, tuner.values()))
             chosen, predicted, uniform = _best(tuner, planned, budget.bits)
-    if budget.bits is not None:
-        recipe, row = _measured(tuner, chosen, candidates)
+    recipe: Recipe
+    row: Row | None = None
+    if budget.kl is None:
+        recipe = recipe_of(chosen, candidates, tuner.shape.layers)
     else:
-        assert budget.kl is not None
         plan, recipe, row = _within_measured_kl(
             front, budget.kl, lambda plan: _measured(tuner, _picked(options, plan), candidates)
         )
