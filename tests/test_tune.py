@@ -146,15 +146,16 @@ def through_all(model: Any, recipe: Any, reading: Any) -> dict[str, torch.Tensor
     [
         ({"bits": 2.0, "at_tokens": AT}, ["turbo:bits=mixed"], "the smallest choice of these candidates takes"),
         ({"kl": 1e-9, "at_tokens": AT}, ["turbo:bits=mixed"], "the best that was found of these candidates loses"),
-        ({"bits": 8.0, "at_tokens": AT}, ["kivi"], "too few to judge it by"),
+        ({"bits": 24.0, "at_tokens": AT}, ["kivi"], "too few to judge it by"),
     ],
 )
 def test_budgets_that_cannot_be_met_are_refused(readings, budget: dict[str, Any], candidates: list[str], said: str):
     reading = read_as(readings[0].ids[:, :150], batch=2) if candidates == ["kivi"] else readings[0]
-    model = noisy_llama()
+    model, steps = noisy_llama(), []
     with pytest.raises(QAttnError, match=said):
-        tune(model, find_recipes(candidates), reading, readings[1], Budget(**budget))
+        tune(model, find_recipes(candidates), reading, readings[1], Budget(**budget), progress=steps.append)
     assert not hasattr(model, "_qattn")
+    assert bool(steps) == (budget != {"bits": 2.0, "at_tokens": AT})  # bytes are known before any trial
 
 
 @pytest.mark.parametrize("budget", [{}, {"bits": 3.0, "kl": 0.1}, {"bits": -1.0}, {"kl": 0.0}])

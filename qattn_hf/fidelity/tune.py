@@ -125,6 +125,8 @@ def tune(
     """
     dtype = dtype or model.dtype
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)
+    if budget.bits is not None and (fewest := tuner.fewest_bytes()) > _bytes(budget.bits, tuner.values()):
+        raise _too_few(budget.bits, fewest, tuner.values())  # before any trial
     with in_float32(model):
         options = tuner.options(tuner.screen())
         front = plans([[(option.n_bytes, option.kl) for option in of_layer] for of_layer in options])
@@ -180,13 +182,21 @@ def _compared(tuner: Tuner, recipes: dict[str, Recipe], reading: Reading) -> lis
 
 
 def _within_bits(front: list[Plan], bits: float, values: int) -> Plan:
-    plan = within_bytes(front, int(bits * values / 8))
+    plan = within_bytes(front, _bytes(bits, values))
     if plan is None:
-        raise QAttnError(
-            f"{bits} bits: the smallest choice of these candidates takes {8 * front[0].n_bytes / values:.3f} bits a "
-            "value with everything counted; allow more bits or a longer context, or add smaller candidates"
-        )
+        raise _too_few(bits, front[0].n_bytes, values)
     return plan
+
+
+def _bytes(bits: float, values: int) -> int:
+    return int(bits * values / 8)
+
+
+def _too_few(bits: float, fewest: int, values: int) -> QAttnError:
+    return QAttnError(
+        f"{bits} bits: the smallest choice of these candidates takes {8 * fewest / values:.3f} bits a value with "
+        "everything counted; allow more bits or a longer context, or add smaller candidates"
+    )
 
 
 def _within_measured_kl(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from qattn_hf.fidelity.estimate import anchors, estimated, fewer
 from qattn_hf.fidelity.options import HeadLosses, Heads, Option, Shape, by_head, settings_with
 from qattn_hf.fidelity.screening import Screening
 from qattn_hf.layer.filled import packed_tokens
+from qattn_hf.model.device import device_of
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.reading.metrics import pareto
 from qattn_hf.reading.sensitivity import Trial, losses
@@ -97,8 +99,7 @@ class Tuner:
 
     def _by_head(self) -> dict[str, Recipe]:
         """Make three recipes for each candidate that chooses heads: 4 bits in all heads, 2 bits in K, 2 bits in V."""
-        every = [tuple(range(self.shape.heads.get(i, 0))) for i in range(self.shape.layers)]
-        found = {}
+        every, found = self._all_heads(), {}
         for name, recipe in self.candidates.items():
             for side in ("", "k", "v") if by_head(recipe) else ():
                 lows = [(low if side == "k" else (), low if side == "v" else ()) for low in every]
@@ -130,6 +131,21 @@ class Tuner:
                 (front.add if errors[i] < CLEARLY * least else front.discard)(i)
                 least = min(least, errors[i])
         return [name for i, name in enumerate(names) if i in front]
+
+    def fewest_bytes(self) -> int:
+        """Return the bytes of all packed layers with their smallest candidates: 2 bits in heads that have a choice."""
+        config, device = self.model.config, device_of(self.model).type
+        low = [(heads, heads) for heads in self._all_heads()]
+        found: list[list[Any]] = []
+        for recipe in self.candidates.values():
+            if by_head(recipe):
+                recipe = dataclasses.replace(recipe, settings=settings_with(recipe, low))
+            found.append(recipe.for_model(config).layer_specs(config, device))
+        return sum(min(self.bytes_of(specs[layer], layer) for specs in found) for layer in self.layers)
+
+    def _all_heads(self) -> list[Heads]:
+        """Return the indices of the KV heads of each layer of the model."""
+        return [tuple(range(self.shape.heads.get(i, 0))) for i in range(self.shape.layers)]
 
     def bytes_of(self, spec: LayerSpec, layer: int) -> int:
         """Return the bytes of a layer with this spec at `at_tokens` tokens."""
