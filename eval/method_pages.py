@@ -6,7 +6,9 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from overview_table import settings_table
 from pydantic.fields import FieldInfo
@@ -82,14 +84,19 @@ def nav(results: Path) -> str:
 def recipes_of(name: str) -> str:
     """Table of the package's recipes that use this method with other settings."""
     rows = []
-    for path in sorted(configs_dir().glob("*.yaml")):
-        recipe = read_yaml(path)
+    for path, recipe in _recipes():
         if path.stem != name and recipe.get("method") == name:
             comment = path.read_text(encoding="utf-8").splitlines()
             why = " ".join(line.removeprefix("# ") for line in comment if line.startswith("# "))
             settings = ", ".join(f"`{key}={as_written(value)}`" for key, value in recipe.items() if key != "method")
             rows.append([f"`{path.stem}`", settings, _escaped(why)])
     return markdown(["recipe", "settings", "why"], rows) if rows else ""
+
+
+@cache
+def _recipes() -> list[tuple[Path, Any]]:
+    """The package's recipes with their files."""
+    return [(path, read_yaml(path)) for path in sorted(configs_dir().glob("*.yaml"))]
 
 
 def _kernels(name: str) -> str:

@@ -7,10 +7,13 @@ import functools
 import inspect
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+PLAIN = (tl.tensor, int, tl.dtype, tl.block_type, type(None))  # most values that are not `constexpr`
 
 
 def install() -> None:
@@ -45,7 +48,9 @@ def install() -> None:
 
     interpreter._get_np_dtype = numpy_type
     tl.core.block_type.__init__, tl.core.tensor.__init__ = block_type, tensor
-    broadcast = TritonSemantic.broadcast_impl_value
+    TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
+    TritonSemantic.binary_op_type_checking_impl = operands
+    broadcast, unwrap = TritonSemantic.broadcast_impl_value, tl.core._unwrap_if_constexpr
 
     def broadcast_others(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         """Broadcast tensors of different shapes. Triton compares shapes as compile-time values, which takes longer than
@@ -53,6 +58,51 @@ def install() -> None:
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = broadcast_others
+    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in PLAIN else unwrap(value)
+
+
+def operands(
+    self: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Any, Any]:
+    """Be `TritonSemantic.binary_op_type_checking_impl`.
+
+    Operands of different shapes get the type of the result and keep their data: the operation itself broadcasts it.
+    """
+    is_number, other_is_number = not isinstance(lhs, tl.tensor), not isinstance(rhs, tl.tensor)
+    kind = self.to_tensor_type(lhs) if is_number else lhs.dtype
+    other_kind = self.to_tensor_type(rhs) if other_is_number else rhs.dtype
+    self.check_ptr_type_impl(kind, other_kind, allow_lhs_ptr)
+    self.check_ptr_type_impl(other_kind, kind, allow_rhs_ptr)
+    if arithmetic_check and not kind.is_ptr() and not other_kind.is_ptr():
+        common = self.computation_type_impl(kind, is_number, other_kind, other_is_number, div_or_mod)
+        lhs = lhs if kind is common and not is_number else self._cast_to_computation_type(lhs, common)
+        rhs = rhs if other_kind is common and not other_is_number else self._cast_to_computation_type(rhs, common)
+    else:
+        lhs, rhs = self.to_tensor(lhs), self.to_tensor(rhs)
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    sizes = of_both(sizes_of(lhs), sizes_of(rhs))
+    return with_sizes(lhs, sizes), with_sizes(rhs, sizes)
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    return tuple(value.type.shape.values) if value.type.is_block() else ()
+
+
+def with_sizes(value: Any, sizes: tuple[int, ...]) -> Any:
+    return value if sizes_of(value) == sizes else tl.tensor(value.handle, tl.block_type(value.dtype, sizes))
+
+
+@functools.cache
+def of_both(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that two shapes are broadcast to."""
+    return np.broadcast_shapes(first, second)
 
 
 def block_type(self: Any, element_ty: Any, shape: Any) -> None:

@@ -49,8 +49,17 @@ PUBLIC = re.compile(
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes(path: Path) -> list[ast.AST]:
+    """What a file imports and the functions that it defines, anywhere in it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom, Function))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_dropped() -> Iterator[None]:
+    """Millions of objects would slow each garbage collection of the tests of other files."""
+    yield
+    nodes.cache_clear()
 
 
 def module_name(path: Path) -> str:
@@ -62,7 +71,7 @@ def module_name(path: Path) -> str:
 def imports(path: Path, modules: set[str]) -> set[str]:
     """Return the `modules` that a file imports anywhere."""
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -203,8 +212,8 @@ def test_modules_that_others_import_stay(package: str, path: str):
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    for node in nodes(path):
+        if isinstance(node, Function):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 
 
@@ -229,7 +238,7 @@ def defined() -> Iterator[tuple[str, Function]]:
     """Functions of both packages, with the module that defines them."""
     for folder in PACKAGES.values():
         for path in sorted(folder.rglob("*.py")):
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 if isinstance(node, Function):
                     yield f"{module_name(path)}.{node.name}", node
 

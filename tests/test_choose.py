@@ -27,8 +27,8 @@ probe = import_module("qattn_hf.choosing.probe")
 
 @pytest.fixture(autouse=True)
 def short_text(monkeypatch):
-    """Half of the tokens that a probe reads otherwise."""
-    monkeypatch.setattr(text, "TOKENS", 600)
+    """A third of the tokens that a probe reads otherwise."""
+    monkeypatch.setattr(text, "TOKENS", 400)
 
 
 @pytest.fixture

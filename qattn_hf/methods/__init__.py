@@ -38,7 +38,12 @@ def list_methods() -> list[str]:
 
 def _own() -> frozenset[str]:
     """Return the files of this folder, and of folders that were added to `__path__`."""
-    return frozenset(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+    return _files(tuple(__path__))
+
+
+@cache
+def _files(folders: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(m.name for m in pkgutil.iter_modules(folders) if m.name != "base")
 
 
 @cache
@@ -49,7 +54,7 @@ def _installed() -> dict[str, EntryPoint]:
 
 def is_method(name: str) -> bool:
     """Return whether `get_method` knows a name: a listed method, or a registered one."""
-    return name in _registered or name in list_methods()
+    return name in _registered or name in _own() or name in _installed()
 
 
 def get_method(name: str) -> type[Method]:

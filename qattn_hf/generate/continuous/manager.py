@@ -137,6 +137,11 @@ class PackedBatchingManager(ContinuousBatchingManager):
         if processor is not None and self.failed is None and not self.is_running():
             processor.cache.count_clamped()
 
+    def join(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the end of the loop. Without being woken, an idle loop looks for requests every 0.1 s."""
+        self._wake_up_loop.set()
+        super().join(*args, **kwargs)
+
     @property
     def failed(self) -> BaseException | None:
         """The error that ended the loop; None while it runs and after `stop`."""
