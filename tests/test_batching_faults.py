@@ -137,11 +137,11 @@ def test_a_prompt_of_one_token_has_several_answers(method: str):
 
 
 def test_a_call_of_no_tokens_is_left_out():
-    specs = [make_layer(("turbo", {})).spec]
+    window = make_layer(("turbo", {})).spec.window
     idle, busy = Held(0, 0, 0, [], True), Held(1, 0, 5, [1], True)
-    calls = batches([idle, busy, idle], specs, torch.device("cpu"), 2)
+    calls = batches([idle, busy, idle], window, torch.device("cpu"), 2)
     assert [call.columns.tolist() for call in calls] == [[[0, 1, 2, 3, 4]]]
-    assert batches([idle], specs, torch.device("cpu"), 2) == []
+    assert batches([idle], window, torch.device("cpu"), 2) == []
 
 
 def test_requests_are_cancelled_at_any_time():

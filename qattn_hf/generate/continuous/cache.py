@@ -31,7 +31,7 @@ from qattn_hf.layer.handle import Handle
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.model.with_names import with_names
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layout import State
+from qattn_kernels.layout import State, Window
 
 
 class PackedMemory(PagedAttentionMemoryHandler):
@@ -85,9 +85,9 @@ class PagedCache(PagedAttentionCache):
         )(self, **kwargs)
         self.requests: list[Held] = []
         self.unseen = set(pages.layouts)  # layers that no forward has reached
-        self.by_ring: defaultdict[Ring | None, list[int]] = defaultdict(list)
+        self.by_window: defaultdict[Ring | Window, list[int]] = defaultdict(list)
         for index, layout in pages.layouts.items():
-            self.by_ring[ring_of(layout.spec)].append(index)
+            self.by_window[ring_of(layout.spec) or layout.spec.window].append(index)
         self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
         # tokens of a request's prompt that another request shares and that will be kept
         self.parts: dict[str, int] = {}
@@ -283,11 +283,11 @@ class PagedCache(PagedAttentionCache):
         stream."""
         self.allocator.clear_rows()
         found: dict[int, list[Steps]] = {}
-        for ring, indices in self.by_ring.items():
-            layers = [self.allocator.layers[index] for index in indices]
+        for key, indices in self.by_window.items():
+            ring, window = (key, key.window) if isinstance(key, Ring) else (None, key)
             requests = self.requests if ring is None else [ring.held(one) for one in self.requests]
-            in_place = all(layer.in_place for layer in layers)
-            calls = batches(requests, [one.layout.spec for one in layers], self.device, self.slots, in_place)
+            in_place = all(self.allocator.layers[index].in_place for index in indices)
+            calls = batches(requests, window, self.device, self.slots, in_place)
             found |= dict.fromkeys(indices, calls)
         return found
 
