@@ -91,6 +91,8 @@ class PagedCache(PagedAttentionCache):
         self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
         # tokens of a request's prompt that another request shares and that will be kept
         self.parts: dict[str, int] = {}
+        # names of the prefixes of each request's prompt: a waiting prompt is looked up in every step
+        self.names: dict[str, list[str]] = {}
         windows = [layout.spec.window for layout in pages.every]
         self.horizon = min(window.horizon for window in windows)
         # tokens of a request from which on a block of some layer is closed
@@ -143,12 +145,16 @@ class PagedCache(PagedAttentionCache):
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         allocator = self.allocator
+        if not allocator.free_slots():  # a request without a row cannot begin
+            return 0
         if not allocator.prefixes.rows:
             return int(super().search_prefix_match(request_id, prompt_ids))
-        found = allocator.prefixes.match(prompt_ids)
+        if request_id not in self.names:
+            self.names[request_id] = allocator.prefixes.names(prompt_ids[:-1])  # one token is left to read
+        found = allocator.prefixes.match(self.names[request_id])
         if found.seen > found.tokens:
             self.parts[request_id] = found.seen
-        if found.name is None or not allocator.free_slots():
+        if found.name is None:
             return 0
         allocator.begin_with(request_id, found.name)
         return found.tokens
@@ -188,6 +194,7 @@ class PagedCache(PagedAttentionCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
         self.parts.pop(request_id, None)
+        self.names.pop(request_id, None)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         allocator = self.allocator
