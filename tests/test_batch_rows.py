@@ -25,7 +25,7 @@ def test_every_block_that_a_call_closes_is_written_back(case: Case, past: int, t
     feed(layer, *(x[:, :, past:] for x in qkv), [tokens])
     after, block = int(layer.state["closed"]), layer.spec.window.block
     pages = list(range(10, 10 + -(-(past + tokens) // block)))
-    (call,) = batches([Held(0, past, tokens, pages, False)], [layer.spec], torch.device("cpu"), 4)
+    (call,) = batches([Held(0, past, tokens, pages, False)], layer.spec.window, torch.device("cpu"), 4)
     assert isinstance(call, Rows)
     _, written, where = call.written.tolist()
     assert after > before and set(range(before, after)) <= set(written)

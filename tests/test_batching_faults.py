@@ -137,11 +137,11 @@ def test_a_prompt_of_one_token_has_several_answers(method: str):
 
 
 def test_a_call_of_no_tokens_is_left_out():
-    specs = [make_layer(("turbo", {})).spec]
+    window = make_layer(("turbo", {})).spec.window
     idle, busy = Held(0, 0, 0, [], True), Held(1, 0, 5, [1], True)
-    calls = batches([idle, busy, idle], specs, torch.device("cpu"), 2)
+    calls = batches([idle, busy, idle], window, torch.device("cpu"), 2)
     assert [call.columns.tolist() for call in calls] == [[[0, 1, 2, 3, 4]]]
-    assert batches([idle], specs, torch.device("cpu"), 2) == []
+    assert batches([idle], window, torch.device("cpu"), 2) == []
 
 
 def test_requests_are_cancelled_at_any_time():
@@ -179,6 +179,25 @@ def test_a_request_that_gave_its_blocks_back_does_not_wait_for_a_cancelled_one()
             manager.add_request(second, request_id="second")
         assert outputs(manager, ["first"])["first"].generated_tokens == alone(model, first, max_new_tokens=60)
         assert cancelled == ["second"]
+
+
+def test_a_cancel_that_is_read_before_its_request():
+    """Transformers takes new requests from their queue first, then cancels: a request may arrive in between."""
+    model, (prompt,) = patch(tiny_llama(), "none"), prompts_of(20)
+    with running(model, max_new_tokens=400) as manager:
+        scheduler = manager.batch_processor.scheduler
+        own = scheduler.add_waiting_request
+
+        def late(state: Any) -> None:
+            scheduler.set_request_cancellation(state.request_id)
+            scheduler.clear_cancelled_requests()
+            scheduler.add_waiting_request = own
+            own(state)
+
+        scheduler.add_waiting_request = late
+        manager.add_request(prompt)
+        assert answer(manager, prompt, max_new_tokens=NEW) == alone(model, prompt, max_new_tokens=NEW)
+        assert manager.metrics()["requests_cancelled"] == 1
 
 
 def test_two_requests_that_each_fill_the_pool_both_end():

@@ -85,7 +85,7 @@ class Served:
         q, k, v = (torch.cat([x[:, :, one.past : one.past + one.tokens] for one in requests], 2) for x in qkv)
         held = [self.layer.ring.held(one) for one in requests]
         found = torch.zeros(q.shape[2] + 1, 4, v.shape[3], device=self.device)
-        for rows in batches(held, [self.spec], self.device, self.slots, self.layer.in_place):
+        for rows in batches(held, self.spec.window, self.device, self.slots, self.layer.in_place):
             some = [x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (q, k, v)]
             out = self.layer.attend(rows, *some, Scores(0.125))
             found[rows.targets] = out.transpose(1, 2)
@@ -99,7 +99,7 @@ class Served:
 
     def state(self, slot: int) -> State:
         """What a row holds, as an arena has it."""
-        (rows,) = batches([self.layer.ring.held(Held(slot, self.lengths[slot], 1, [], False))], [self.spec],
+        (rows,) = batches([self.layer.ring.held(Held(slot, self.lengths[slot], 1, [], False))], self.spec.window,
                           self.device, self.slots)  # fmt: skip
         return views(*self.layer.gather(rows))
 

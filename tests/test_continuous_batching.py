@@ -105,7 +105,7 @@ def test_pages_hold_the_codes_of_a_cache(method: str):
             requests.append(Held(slot, lengths[slot], count, tables[slot][:held], lengths[slot] == 0))
         qkv = [random_qkv(1, one.tokens, 10 * turn + slot, 16) for slot, one in enumerate(requests)]
         columns = [torch.cat(parts, 2) for parts in zip(*qkv, strict=True)]
-        for rows in batches(requests, [spec], memory.device, slots):
+        for rows in batches(requests, spec.window, memory.device, slots):
             q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in columns)
             paged.attend(rows, q, k, v, Scores(0.25))
         for slot, (layer, (q, k, v), one) in enumerate(zip(layers, qkv, requests, strict=True)):
@@ -114,7 +114,7 @@ def test_pages_hold_the_codes_of_a_cache(method: str):
             lengths[slot] += one.tokens
     for slot, layer in enumerate(layers):
         held = Held(slot, lengths[slot], 1, tables[slot][: -(-lengths[slot] // block)], False)
-        (rows,) = batches([held], [spec], memory.device, slots)
+        (rows,) = batches([held], spec.window, memory.device, slots)
         arena, where = paged.gather(rows)
         state = views(arena, where)
         closed = int(layer.state["closed"])

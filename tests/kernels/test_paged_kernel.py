@@ -55,7 +55,7 @@ def test_steps_over_pages_are_those_over_arenas(case: Case):
         qkv = [tuple(x.to(device) for x in parts) for parts in qkv]
         columns = [torch.cat(parts, 2) for parts in zip(*qkv, strict=True)]
         out = columns[0].new_zeros(*columns[0].shape[:2], columns[0].shape[2] + 1, DIM)
-        for call in batches(requests, [spec], device, paged.slots, in_place=True):
+        for call in batches(requests, spec.window, device, paged.slots, in_place=True):
             q, k, v = (x[0].transpose(0, 1)[call.columns].transpose(1, 2) for x in columns)
             out[0].transpose(0, 1)[call.targets] = paged.attend(call, q, k, v, Scores(0.25)).transpose(1, 2)
         begin = 0
@@ -75,7 +75,7 @@ def test_steps_over_pages_are_those_over_arenas(case: Case):
     assert mine and None not in mine, "steps over pages are launched from plans"
     for row, layer in enumerate(layers):
         held = Held(slots[row], past[row], 1, order[row :: len(LENGTHS)][: -(-past[row] // block)], False)
-        (call,) = batches([held], [spec], device, paged.slots)
+        (call,) = batches([held], spec.window, device, paged.slots)
         arena, where = paged.gather(call)
         layer._grow(where.geometry.blocks)
         mine = QAttnLayer(spec)

@@ -160,7 +160,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
             name, held, drop = self.to_keep.pop()
             try:
                 for layer in self.layers.values():
-                    layer.keep_row(row_of(held, layer.layout.spec, self.device), self.prefixes.kept[name], drop)
+                    layer.keep_row(row_of(held, layer.layout.spec.window, self.device), self.prefixes.kept[name], drop)
             except (RuntimeError, MemoryError) as error:  # no request depends on a kept prefix
                 log.warning("a prefix is not kept for requests that begin alike: %s", error)
                 self.forget(name)

@@ -10,7 +10,7 @@ import torch
 
 from qattn_hf.generate.continuous.pages import RESERVED, Left, Rows, Steps
 from qattn_hf.layer.changes import with_room
-from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import Window
 
 ROWS_STEP = 8  # round the rows of a call up to this multiple: fewer shapes, more launch plans reused
 
@@ -43,19 +43,18 @@ class _Placed(NamedTuple):
 
 
 def batches(
-    requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.device, slots: int, in_place: bool = False
+    requests: Sequence[Held], window: Window, device: torch.device, slots: int, in_place: bool = False
 ) -> list[Steps]:
     """Group requests into calls: requests with one new token together, each longer one alone.
 
     Requests without new tokens are skipped.
 
     Args:
-        specs: specs of all layers, which share one block size.
+        window: sizes of the layers' blocks and of their open tokens.
         slots: rows of each layer.
         in_place: True if steps read pages where they are. Otherwise pages are copied to an arena, and calls are grouped
             by powers of two of the requests' block counts. An arena is then at most twice the size of its pages.
     """
-    reach = max(spec.window.span + spec.window.residual for spec in specs)
     decoding: defaultdict[int, list[_Placed]] = defaultdict(list)
     calls: list[list[_Placed]] = []
     column = 0
@@ -67,7 +66,7 @@ def batches(
         column += held.tokens
     found = [_steps(call, slots, column, device) for call in decoding.values()] if in_place else []
     calls += [] if in_place else decoding.values()
-    return [*found, *(_rows(call, specs[0].window.block, reach, device) for call in calls)]
+    return [*found, *(_rows(call, window, device) for call in calls)]
 
 
 def _steps(call: list[_Placed], slots: int, columns: int, device: torch.device) -> Steps:
@@ -104,21 +103,16 @@ def _left(requests: Sequence[Held], device: torch.device) -> Left | None:
     return Left(blocks, torch.tensor([page for held in requests for page in held.pages[: held.left]], device=device))
 
 
-def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> Rows:
-    """Make a call over copied pages.
-
-    Args:
-        block: tokens of a block.
-        reach: stored tokens at the end of a row that the call may change, in addition to its new tokens.
-    """
-    tokens, requests = call[0].held.tokens, [one.held for one in call]
+def _rows(call: list[_Placed], window: Window, device: torch.device) -> Rows:
+    """Make a call over copied pages."""
+    tokens, requests, block = call[0].held.tokens, [one.held for one in call], window.block
     # If blocks leave a row, all its pages are written. Zeros then clear the masks of pages without a block.
     ends = [held.left + len(held.pages) if held.left else -(-(held.past + tokens) // block) for held in requests]
+    changed = [_changed(held, end, window) for held, end in zip(requests, ends, strict=True)]
     written = [
-        (row, index, held.pages[index % len(held.pages)])
-        for row, (held, end) in enumerate(zip(requests, ends, strict=True))
-        for index in range(max(held.left, max(0, held.past - reach) // block), end)
+        (row, index, held.pages[index % len(held.pages)]) for row, held in enumerate(requests) for index in changed[row]
     ]
+    in_turn = len(call) == 1 and len(changed[0]) == ends[0] - min(changed[0], default=ends[0])
     columns = torch.tensor([range(column, column + tokens) for column, _ in call], device=device)
     return Rows(
         columns=columns,
@@ -128,12 +122,25 @@ def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> 
         left=_left(requests, device),
         slots=torch.tensor([held.slot for held in requests], device=device),
         written=torch.tensor(written, device=device).view(-1, 3).T,
-        first=written[0][1] if len(call) == 1 and written else None,
+        first=written[0][1] if in_turn and written else None,
         past=max(-(-held.past // block) for held in requests),
         begins=requests[0].past if requests[0].new else None,
     )
 
 
-def row_of(held: Held, spec: LayerSpec, device: torch.device) -> Rows:
+def _changed(held: Held, end: int, window: Window) -> list[int]:
+    """Return the blocks before block `end` that a call may change: those that it closes, and those of its new tokens.
+
+    Rows of a call may share the page of any other block. One row may close the block while another row still has a copy
+    of the open block, and must not write the copy back.
+    """
+    oldest = max(0, held.past - window.residual - window.span + window.block) // window.block
+    if held.left:  # pages of a row with a window are not shared
+        return [*range(max(held.left, oldest), end)]
+    closing = range(oldest, max(0, held.past + held.tokens - window.residual) // window.block)
+    return sorted({*closing, *range(held.past // window.block, end)})
+
+
+def row_of(held: Held, window: Window, device: torch.device) -> Rows:
     """Make a call of one request without new tokens, to read its row and pages."""
-    return _rows([_Placed(0, held)], spec.window.block, 0, device)
+    return _rows([_Placed(0, held)], window, device)

@@ -31,7 +31,7 @@ from qattn_hf.layer.handle import Handle
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.model.with_names import with_names
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layout import State
+from qattn_kernels.layout import State, Window
 
 
 class PackedMemory(PagedAttentionMemoryHandler):
@@ -85,12 +85,14 @@ class PagedCache(PagedAttentionCache):
         )(self, **kwargs)
         self.requests: list[Held] = []
         self.unseen = set(pages.layouts)  # layers that no forward has reached
-        self.by_ring: defaultdict[Ring | None, list[int]] = defaultdict(list)
+        self.by_window: defaultdict[Ring | Window, list[int]] = defaultdict(list)
         for index, layout in pages.layouts.items():
-            self.by_ring[ring_of(layout.spec)].append(index)
+            self.by_window[ring_of(layout.spec) or layout.spec.window].append(index)
         self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
         # tokens of a request's prompt that another request shares and that will be kept
         self.parts: dict[str, int] = {}
+        # names of the prefixes of each request's prompt: a waiting prompt is looked up in every step
+        self.names: dict[str, list[str]] = {}
         windows = [layout.spec.window for layout in pages.every]
         self.horizon = min(window.horizon for window in windows)
         # tokens of a request from which on a block of some layer is closed
@@ -143,12 +145,16 @@ class PagedCache(PagedAttentionCache):
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         allocator = self.allocator
+        if not allocator.free_slots():  # a request without a row cannot begin
+            return 0
         if not allocator.prefixes.rows:
             return int(super().search_prefix_match(request_id, prompt_ids))
-        found = allocator.prefixes.match(prompt_ids)
+        if request_id not in self.names:
+            self.names[request_id] = allocator.prefixes.names(prompt_ids[:-1])  # one token is left to read
+        found = allocator.prefixes.match(self.names[request_id])
         if found.seen > found.tokens:
             self.parts[request_id] = found.seen
-        if found.name is None or not allocator.free_slots():
+        if found.name is None:
             return 0
         allocator.begin_with(request_id, found.name)
         return found.tokens
@@ -188,6 +194,7 @@ class PagedCache(PagedAttentionCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
         self.parts.pop(request_id, None)
+        self.names.pop(request_id, None)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         allocator = self.allocator
@@ -283,11 +290,11 @@ class PagedCache(PagedAttentionCache):
         stream."""
         self.allocator.clear_rows()
         found: dict[int, list[Steps]] = {}
-        for ring, indices in self.by_ring.items():
-            layers = [self.allocator.layers[index] for index in indices]
+        for key, indices in self.by_window.items():
+            ring, window = (key, key.window) if isinstance(key, Ring) else (None, key)
             requests = self.requests if ring is None else [ring.held(one) for one in self.requests]
-            in_place = all(layer.in_place for layer in layers)
-            calls = batches(requests, [one.layout.spec for one in layers], self.device, self.slots, in_place)
+            in_place = all(self.allocator.layers[index].in_place for index in indices)
+            calls = batches(requests, window, self.device, self.slots, in_place)
             found |= dict.fromkeys(indices, calls)
         return found
 

@@ -121,6 +121,8 @@ class PackedBatchingManager(ContinuousBatchingManager):
             QAttnError: the pool does not fit the memory.
             RuntimeError: the device has failed.
         """
+        if self.failed is not None and self._generation_thread is not None:
+            self._generation_thread.join()  # the loop reports its error before its thread ends
         if not self.is_running():
             if self.failed is not None and self.batch_processor is not None:
                 if self.model.device.type == "cuda":

@@ -171,7 +171,9 @@ class PagedLayer:
         state = views(arena, layout)
         if drop:
             crop(state, layout.spec, drop, arena, self._text)
-        self._put_rows(state, torch.tensor([target], device=arena.device))
+        slots = torch.tensor([target], device=arena.device)
+        self.clear_rows(slots)  # an earlier prefix may have had more blocks, whose masks would stay
+        self._put_rows(state, slots)
 
     def _put_rows(self, state: State, slots: torch.Tensor) -> None:
         for name, tensor in self.rows.items():

@@ -49,10 +49,10 @@ class Prefixes:
         self.kept: OrderedDict[str, int] = OrderedDict()
         self.seen: OrderedDict[str, None] = OrderedDict()
 
-    def match(self, prompt: Sequence[int]) -> Match:
-        """Return the known prefixes of a prompt. At least one token of the prompt is left to read."""
+    def match(self, names: Sequence[str]) -> Match:
+        """Return the known prefixes of a prompt, whose prefixes have these `names`."""
         name, tokens, seen = None, 0, 0
-        for index, one in enumerate(self._names(prompt[:-1])):
+        for index, one in enumerate(names):
             if one in self.kept:
                 name, tokens = one, (index + 1) * self.block
             if one in self.seen:
@@ -63,7 +63,7 @@ class Prefixes:
 
     def remember(self, prompt: Sequence[int]) -> str | None:
         """Remember the blocks of a prompt that was read. Return the name of its whole blocks; None if it has none."""
-        names = self._names(prompt)
+        names = self.names(prompt)
         for one in names:
             self.seen[one] = None
             self.seen.move_to_end(one)
@@ -81,7 +81,7 @@ class Prefixes:
             return free[0], None
         return next(((row, name) for name, row in self.kept.items() if row not in busy), (None, None))
 
-    def _names(self, tokens: Sequence[int]) -> list[str]:
+    def names(self, tokens: Sequence[int]) -> list[str]:
         """Return a name for each prefix of whole blocks."""
         digest, names = hashlib.blake2b(digest_size=16), []
         for end in range(self.block, len(tokens) + 1, self.block):

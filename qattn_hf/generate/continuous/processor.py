@@ -24,6 +24,7 @@ class Guarded:
     Attributes:
         suspects: ids of the requests of a failed forward. Each of the next forwards runs one of them alone.
         told: callback that gets the state of each cancelled request.
+        live: ids of the requests without a last output yet.
     """
 
     def reset(self: Any) -> None:
@@ -56,9 +57,12 @@ class Guarded:
         super()._schedule_request(state, request_tokens, budget, *args)  # type: ignore[misc]
 
     def clear_cancelled_requests(self: Any) -> list[Any]:
+        cancels = self._requests_to_cancel
         states: list[Any] = super().clear_cancelled_requests()  # type: ignore[misc]
         for state in states:
             self.told(state)
+        with self._cancellation_lock:  # a cancel may come before its request was taken from the queue of new ones
+            self._requests_to_cancel |= cancels & self.live
         return states
 
 
@@ -77,7 +81,7 @@ class PackedProcessor(ContinuousBatchProcessor):
         super().__init__(*args, **kwargs)
         self.serving: list[Any] = []
         self.failures = 0
-        self.scheduler.told = self._cancelled
+        self.scheduler.told, self.scheduler.live = self._cancelled, self.output_router.live
         self.model_runner._sample = self._sample
         prepare = self.inputs_and_outputs.prepare_batch_tensors
 
