@@ -57,9 +57,11 @@ class Rows:
 
 def left_out(run: str) -> list[str]:
     """Options that leave out the tests with parameters that `run` ended. pytest takes a whole name for a prefix."""
-    rows = next(each["rows"] for each in runs_of(RECORD) if each["run"] == run)
+    runs = {each["run"]: each["rows"] for each in runs_of(RECORD)}
+    if run not in runs:
+        sys.exit(f"gpu_tests: --after {run}: {RECORD.name} has the runs {', '.join(runs)}")
     folders = {path.stem: path for path in gpu_tests(TESTS)}
-    ended = [row for row in rows if row["outcome"] != "failed" and row["test"].endswith("]")]
+    ended = [row for row in runs[run] if row["outcome"] != "failed" and row["test"].endswith("]")]
     paths = [(folders[row["file"]].relative_to(ROOT), row["test"]) for row in ended if row["file"] in folders]
     return [f"--deselect={path.as_posix()}::{test}" for path, test in paths]
 

@@ -57,3 +57,5 @@ def test_gpu_tests_go_on_after_a_run(tmp_path, monkeypatch, capfd):
         gpu_tests.main(["--after", "cut", "-n", "1", "-c", str(tmp_path / "pytest.ini")])
     rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["test"] for row in rows] == ["test_of[2]", "test_of[11]", "test_one"]
+    with pytest.raises(SystemExit, match="has the runs cut"):
+        gpu_tests.main(["--after", "whole"])

@@ -214,7 +214,10 @@ def requests(
     longest: Annotated[
         list[int] | None, typer.Option("--longest", min=16, help="Tokens of the longest prompt. Repeatable.")
     ] = None,
-    number: Annotated[int | None, typer.Option("--requests", min=1, help="Requests. Default: 256.")] = None,
+    number: Annotated[
+        int | None,
+        typer.Option("--requests", min=1, help="Default: 256, fewer with --quick and on a CPU."),
+    ] = None,
     quick: QuickOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,

@@ -129,7 +129,7 @@ def _rows(call: list[_Placed], window: Window, device: torch.device) -> Rows:
 
 
 def _changed(held: Held, end: int, window: Window) -> list[int]:
-    """Return the blocks before block `end` that a call may change: those that it closes, and those of its new tokens.
+    """Return the blocks before block `end` that a call may change: it closes them, or its new tokens are in them.
 
     Rows of a call may share the page of any other block. One row may close the block while another row still has a copy
     of the open block, and must not write the copy back.
