@@ -1,4 +1,4 @@
-"""With many rows a program of the merge takes several queries. The results equal one query per program."""
+"""A program of the merge takes several queries of many rows, and few channels of few rows. The results are equal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_steps(run, case: Case, sinks: bool = False) -> tuple[QAttnLayer, Outputs
 
 
 @pytest.mark.parametrize(("case", "sinks"), [(NONE, True), *((case, False) for case in SETTINGS)], ids=str)
-def test_a_program_of_several_queries_has_the_results_of_one_query(
+def test_programs_of_any_shape_have_equal_results(
     case: Case, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """A prompt, a step that closes a block, rows without tokens, a call of two tokens, three query heads a KV head."""
@@ -58,7 +58,8 @@ def test_a_program_of_several_queries_has_the_results_of_one_query(
     with as_chip(SMALL):
         monkeypatch.setattr(launch, "ONE_WARP", None)  # a comparison with it would raise
         layer, several = run_steps(fused_step, case, sinks)
-        monkeypatch.setattr(launch, "_merging", lambda *_: (16, 1, 1))
+        channels = 64 if "rotate" in case[1] else 32
+        monkeypatch.setattr(launch, "merging", lambda *_: launch.Merging(2, 4, 1, channels, 2))
         other, one = run_steps(fused_step, case, sinks)
     assert all(torch.equal(layer.state[name], other.state[name]) for name in layer.state if name not in SHARES)
     for name in SHARES & set(layer.state):  # sums over queries, in any order

@@ -17,7 +17,7 @@ from qattn_hf import patch, report
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode import launch
-from qattn_kernels.ops.decode.table import Shares
+from qattn_kernels.ops.decode.table import Launch
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
 
@@ -35,11 +35,21 @@ FORMATS: list[Case] = [
 ]
 
 
+def share(monkeypatch: pytest.MonkeyPatch, **shares: int) -> None:
+    """Let programs share a context by these `table.Shares`."""
+    choose = launch.choose
+
+    def chosen(*args) -> Launch:
+        found = choose(*args)
+        return found._replace(shares=found.shares._replace(**shares))
+
+    monkeypatch.setattr(launch, "choose", chosen)
+
+
 @pytest.fixture
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program reads all packed blocks, so that a few blocks behave like a long context."""
-    choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *args: choose(*args)._replace(shares=Shares(1, 1, 10**6, 64)))
+    share(monkeypatch, few=1, many=1, long=10**6, least=64)
 
 
 def with_sink(height: float, tokens: int, rows: int = 1, group: int = 2) -> Inputs:
@@ -118,8 +128,9 @@ def test_an_output_moves_by_the_budget_at_most(
             assert (moved > BUDGET).all(), "without a budget the same threshold drops more"
 
 
-def test_programs_share_the_budget():
+def test_programs_share_the_budget(monkeypatch: pytest.MonkeyPatch):
     """Of three two read two blocks each, and each could drop one or both, which weigh nearly the budget."""
+    share(monkeypatch, least=2)
     budget, qkv = 1.2 * BUDGET, with_sink(14.0, 257)
     _, layer = decoded(("none", {}), qkv, 256, tau=TAU, budget=budget)
     assert (skip_counts_of(layer.state).worst <= budget).all()

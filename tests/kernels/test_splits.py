@@ -16,20 +16,36 @@ from qattn_kernels.ops.decode.table import choose, shares_of
 TUNED = tuned_for(H200).decode
 
 
-@given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]), st.integers(0, 2))
-def test_programs_come_in_whole_waves(places: int, heads: int, block: int, open_programs: int):
-    few, many, long, _ = shares_of(places, heads, block, open_programs, TUNED)
-    assert 1 <= few <= TUNED.most and few <= many and long * block in (TUNED.long, TUNED.long // 2)
-    if few < TUNED.most and heads <= TUNED.whole * places:
-        waves = -(-few * heads // places)
-        assert few * heads >= TUNED.whole * waves * places or waves == 3
-        assert (few + 1) * heads > waves * places  # no room for one more of each
-    if long * block < TUNED.long:
-        assert few == TUNED.most
-    if few == TUNED.most < many < 2 * TUNED.most:
-        assert (
-            many <= TUNED.most_long and (many + open_programs) * heads <= places
-        )  # a long context of few heads: one wave
+CASES = {
+    "places": st.integers(100, 4000),
+    "heads": st.integers(1, 5000),
+    "block": st.sampled_from([32, 64, 128]),
+    "ring": st.integers(0, 4),
+    "pool": st.booleans(),
+}
+
+
+@given(**CASES)
+def test_programs_come_in_whole_waves(places: int, heads: int, block: int, ring: int, pool: bool):
+    shares = shares_of(places, heads, block, ring, pool, TUNED)
+    few, many, long, least, opened = shares
+    assert few >= 1 and many >= 1 and 1 <= least <= TUNED.least and long * block >= TUNED.long // 4
+    assert opened == ring + pool or (opened == 1 and ring <= 1)  # one program reads a ring and then sinks
+    if few == TUNED.most and many > few:  # a long context of few heads: one wave
+        assert many <= TUNED.most_long and (many + opened) * heads <= places
+    elif few < TUNED.most and ring <= 1 and heads <= TUNED.whole * places:
+        waves = -(-(few + opened) * heads // places)
+        assert (few + opened) * heads >= TUNED.whole * waves * places or waves >= 3
+        assert (few + opened + 1) * heads > waves * places  # no room for one more of each
+
+
+@given(**CASES)
+def test_many_rows_share_long_contexts_among_whole_waves_too(
+    places: int, heads: int, block: int, ring: int, pool: bool
+):
+    few, many, _, _, opened = shares_of(places, heads, block, ring, pool, TUNED)
+    assert many >= few or (many * heads <= 3 * places and opened == 1)
+    assert many <= 2 * (few + opened) or few == TUNED.most
 
 
 @pytest.mark.parametrize("method", list_methods())
@@ -37,7 +53,7 @@ def test_a_smaller_gpu_runs_fewer_at_once(method: str):
     spec = get_method(method)().last_layer_spec(8)
     size = sizes_of(spec, 8, 4, 128, 1, spec.compute.decode == "int8", False, False)
     large, small = (choose(size, spec, torch.bfloat16, 4, chip).shares for chip in (H200, Chip(40, 100 * 1024)))
-    assert small[0] < large[0] and small[2:] == large[2:]
+    assert small.few < large.few and small.many < large.many and small.long == large.long and small.open == large.open
     assert large == choose(size, spec, torch.bfloat16, 4, H200).shares
 
 

@@ -17,7 +17,6 @@ RING_TILE = 64  # ring slots that a decode reads at a time
 SINK_TILE = 32  # sink table entries at a time, one bit each in a word
 WIDEST_TILE = 128  # slots of a prefill's largest tile, which may reach this far past a row's last token
 FACTORS_STEP = 2048  # slots whose value factors are computed at a time
-FEW_SPLITS = 8  # splits of a context that a merge combines at once in few threads
 WHOLE_RING = 128  # maximum slots for one program: usually only one tile is open, except in steps that close a block
 
 

@@ -63,8 +63,8 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
         return tl.full([C.Q], NOTHING, tl.float32)
 
 
-@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
-def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits, few, many, long, least, CODEC,
+@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least", "open"])
+def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits, few, many, long, least, open, CODEC,
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
@@ -79,7 +79,7 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
         QUERIES, RESULTS, scoring, CODEC: fields of a `QuerySource`, `Results`, `Scoring` and `Codec`.
         ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
         LAYER: the `launch.call.LayerTensors`. NB, B, T: capacity of a row in blocks, rows, tokens of the call.
-        skip_limits: tau and budget of sparse V. few, many, long, least: the `table.Shares`. STAGES: loads in flight.
+        skip_limits: tau and budget of sparse V. few, many, long, least, open: the `table.Shares`. STAGES: loads in flight.
     """
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
@@ -90,13 +90,13 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
     _, k_head, k_low = locate(K, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
     _, v_head, v_low = locate(V, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
     sinks, state, results = LAYER.sinks, BlockState(*LAYER.blocks), Results(*RESULTS)
-    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == C.OPEN - 1, C))
+    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == open - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row.count
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
-    blocks, per_split, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least), C)
+    blocks, per_split, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
     if (split == splits - 1) & (tile == 0) & (h == 0):
         commit_row(ROWS, LAYER, row, b, B, T, C)
     if used:
@@ -107,12 +107,12 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
         )
         skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
         program = Program(b, h, bh, row, NB, PAGES, first_bits(state.dropped, PAGES, b, h, NB, C), q_pos, query, scores)
-        if split < C.OPEN:
+        if split < open:
             if C.RING > 0:
                 if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the first takes fewer registers
                     sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
             if C.ENTRIES > 0:
-                if split == C.RING_PARTS:
+                if split == open - 1:
                     sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
         else:
             limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import FEW_SPLITS, Sizes, power_of_two
+from qattn_kernels.launch.constants import Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
@@ -19,7 +20,9 @@ from qattn_kernels.ops.decode.table import Shares, choose
 
 LOG2E = math.log2(math.e)
 MERGED = 4096  # partial numbers that one warp holds at once, in half of its registers
-ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp and four warps merge at once
+FEW = 8  # splits that a program of all channels loads first
+FEWEST = 4  # splits that a program of several queries merges at once
+ONE_WARP = 16  # splits that one warp merges at once
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,19 +45,43 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    chunk, queries, warps = _merging(size, tuned.shares)
-    return merge(call, results, tuned.shares, chunk, queries, warps_of(size.V.DP, warps))
+    return merge(call, results, tuned.shares, merging(size, tuned.shares))
 
 
-def _merging(size: Sizes, shares: Shares) -> tuple[int, int, int]:
-    """Return how many splits and queries a program of the merge takes at once, and its warps.
+class Merging(NamedTuple):
+    """Launch configuration of a merge.
 
-    Many rows have few splits each, but programs of one query would not all run at once: on an H200, a program of four
+    Attributes:
+        few: splits that a program loads before it knows how many there are.
+        chunk: splits that it loads at once, `few` at least.
+        queries: queries of a program.
+        channels: channels of a program.
+        warps: warps of a program.
+    """
+
+    few: int
+    chunk: int
+    queries: int
+    channels: int
+    warps: int
+
+
+def merging(size: Sizes, shares: Shares) -> Merging:
+    """Return how a merge is launched.
+
+    Few rows have many splits each. Programs of few channels can load them all at once, if channels are not rotated. Many
+    rows have few splits each, but programs of one query would not all run at once: on an H200, a program of four
     queries takes 3.0 us in place of 3.8 (64 rows, 512 tokens, `int8`). The number of launched splits does not matter,
     because sums would depend on the capacity."""
-    if shares.many + size.OPEN <= FEW_SPLITS:
-        return FEW_SPLITS, min(power_of_two(size.G), MERGED // (FEW_SPLITS * size.V.DP)), 1
-    return (ONE_WARP, 1, 1) if shares.many <= ONE_WARP else (MANY_SPLITS, 1, 4)
+    width, parts = size.V.DP, max(shares.few, shares.many) + shares.open
+    if parts <= FEWEST:
+        queries = min(power_of_two(size.G), MERGED // (FEWEST * width))
+        return Merging(FEWEST, FEWEST, queries, width, warps_of(width, 1))
+    if shares.many <= ONE_WARP:
+        return Merging(FEW, ONE_WARP, 1, width, warps_of(width, 1))
+    if size.V.ROTATION is not None:
+        return Merging(FEW, 64, 1, width, warps_of(width, 4))
+    return Merging(2 * FEW, 128, 1, min(width, 32), 2)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:
@@ -65,19 +92,17 @@ def scoring(call: Call) -> tuple[float, float, int, float]:
 
 def results_of(call: Call, shares: Shares) -> tuple:
     """Return a `splits.Results` as a plain tuple, with uninitialised buffers for the partial results of all splits."""
-    (few, many, long, _), size = shares, call.sizes
-    most = few if call.blocks < few * long else many
-    shape = call.batch * size.H, min(most, call.blocks) + size.OPEN, call.tokens * size.G
+    (few, many, long, _, opened), size = shares, call.sizes
+    most = few if call.blocks < few * long else max(few, many)
+    shape = call.batch * size.H, min(most, call.blocks) + opened, call.tokens * size.G
     device = call.query.device
     out = torch.empty((*shape, size.V.D), dtype=torch.float32, device=device)
     stats = torch.empty((*shape, 3 if size.SPARSE_V else 2), dtype=torch.float32, device=device)
     return out, stats, skip_counts_of(call.state) if size.SPARSE_V else None
 
 
-def merge(
-    call: Call, results: tuple, shares: Shares, chunk: int, queries: int, warps: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the splits of each query by their log-sum-exp, `chunk` splits of `queries` queries at once.
+def merge(call: Call, results: tuple, shares: Shares, config: Merging) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the splits of each query by their log-sum-exp.
 
     Returns:
         The results of `decode`."""
@@ -85,9 +110,10 @@ def merge(
     heads = size.H * size.G
     out = torch.empty((call.batch, call.tokens, heads, size.V.D), dtype=call.query.dtype, device=device)
     lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
+    tiles = -(-call.tokens * size.G // config.queries) * (size.V.DP // config.channels)
     launch(
-        merge_kernel, (-(-call.tokens * size.G // queries), size.H, call.batch),
-        results, call.rows, call.layer, (out, lse, call.scores.sinks), call.blocks, results[0].shape[1], call.tokens,
-        *shares, chunk, queries, size, num_warps=warps, enable_fp_fusion=True,
+        merge_kernel, (tiles, size.H, call.batch), results, call.rows, call.layer, (out, lse, call.scores.sinks),
+        call.blocks, results[0].shape[1], call.tokens, *shares, *config[:4], size, num_warps=config.warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -10,12 +10,9 @@ import triton.language as tl
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import load_row, queries_end, result_column, settle_sinks
-from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.open_tokens import split_used
 from qattn_kernels.ops.decode.splits import Results, blocks_per_split, blocks_seen
 from qattn_kernels.ops.decode.table import Shares
-
-FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
 
 
 class Output(NamedTuple):
@@ -40,7 +37,7 @@ class Parts(NamedTuple):
         m: `[S, M]`, maxima of the scores, in log2 units.
         l: `[S, M]`, sums of weights.
         lost: `[S, M]`, the part of `l` that sparse V dropped.
-        acc: `[S, M, DP]`, sums of weighted values.
+        acc: `[S, M, CHANNELS]`, sums of weighted values.
     """
 
     m: Any
@@ -50,13 +47,13 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def _load_parts(results, base, i, n, end, T, C: tl.constexpr):
-    """Load the `Parts` that `store_split` wrote for splits `i` and queries `n`, as far as `i < end`.
+def _load_parts(results, base, i, n, d, end, T, C: tl.constexpr):
+    """Load the `Parts` that `store_split` wrote for splits `i`, queries `n` and channels `d`, as far as `i < end`.
 
     `base`: index of the head's first split, query 0."""
     SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
-    d, there = tl.arange(0, SIDE.DP), (i < end)[:, None] & (n < T * C.G)[None, :]
+    there = (i < end)[:, None] & (n < T * C.G)[None, :]
     at = base + i.to(tl.int64)[:, None] * (T * C.G) + n[None, :]
     m = tl.load(results.stats + at * STAT, mask=there, other=NOTHING)
     l = tl.load(results.stats + at * STAT + 1, mask=there, other=0.0)
@@ -85,11 +82,10 @@ def _join(merged, parts, i, live, row, C: tl.constexpr):
 
 
 @triton.jit
-def _no_parts(output, h, n, M: tl.constexpr, C: tl.constexpr):
+def _no_parts(output, h, n, M: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr):
     """Return the merged `Parts` of no split; learned sink logits are in them."""
-    SIDE: tl.constexpr = C.V
     m, zero = tl.full([M], NOTHING, tl.float32), tl.full([M], 0, tl.float32)
-    acc = tl.full([M, SIDE.DP], 0, tl.float32)
+    acc = tl.full([M, CHANNELS], 0, tl.float32)
     if output.sink_logits is not None:
         m = tl.load(output.sink_logits + h * C.G + n % C.G).to(tl.float32) * LOG2E
         return Parts(m, zero + 1.0, zero, acc)
@@ -108,57 +104,62 @@ def _count_skips(counts, merged, counted, bh):
 
 
 @triton.jit
-def _store_output(output, merged, skip_counts, row, b, h, n, T, C: tl.constexpr):
-    """Store the results of queries `n` `[M]`. Columns without a query get zeros."""
+def _store_output(output, merged, skip_counts, row, b, h, n, d, T, C: tl.constexpr):
+    """Store the results of queries `n` `[M]` and channels `d`. Columns without a query get zeros."""
     SIDE: tl.constexpr = C.V
     t, inside = n // C.G, n < T * C.G
     DTYPE: tl.constexpr = output.out.dtype.element_ty
     if C.SPARSE_V:
-        _count_skips(skip_counts, merged, inside & (t < row.count), b * C.H + h)
+        _count_skips(skip_counts, merged, inside & (t < row.count) & (tl.min(d, 0) == 0), b * C.H + h)
     column, query = result_column(t, row, T), t < queries_end(row, T, C)
     result = tl.where(query[:, None], merged.acc / tl.where(merged.l == 0.0, 1.0, merged.l)[:, None], 0.0)
     if SIDE.ROTATION is not None:
         R: tl.constexpr = SIDE.ROTATION
         result = rotate_rows(result.to(DTYPE).to(tl.float32), None, True, R)
     lse = tl.where(query, merged.m * LN2 + tl.log(merged.l), 0.0)
-    heads, head, d = C.H * C.G, h * C.G + n % C.G, tl.arange(0, SIDE.DP)
+    heads, head = C.H * C.G, h * C.G + n % C.G
     at = (b.to(tl.int64) * T + column) * heads + head
     wanted = inside[:, None] & (d < SIDE.D)[None, :]
     tl.store(output.out + at[:, None] * SIDE.D + d[None, :], result.to(DTYPE), mask=wanted)
-    tl.store(output.lse + (b.to(tl.int64) * heads + head) * T + column, lse, mask=inside)
+    tl.store(output.lse + (b.to(tl.int64) * heads + head) * T + column, lse, mask=inside & (tl.min(d, 0) == 0))
 
 
-@triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
-def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, least, CHUNK: tl.constexpr,
-                 QUERIES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Merge the splits of `QUERIES` queries. One program per (tile of queries, head, row).
+@triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least", "open"])
+def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, least, open, FEW: tl.constexpr,
+                 CHUNK: tl.constexpr, QUERIES: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Merge the splits of `QUERIES` queries and `CHANNELS` channels. One program per (tile of both, head, row).
 
     Every split has read the old mask bits by now, so this kernel also updates the bits of the sink pool.
 
     Args:
         RESULTS, OUTPUT: fields of a `Results` and of an `Output`.
-        splits: splits of the launch that stored the results. CHUNK: splits loaded at once, at least `FEW_SPLITS`.
+        splits: splits of the launch that stored the results. CHUNK: splits loaded at once, at least `FEW`.
     """
+    SIDE: tl.constexpr = C.V
+    PIECES: tl.constexpr = SIDE.DP // CHANNELS
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, results, output = load_row(ROWS, b), Results(*RESULTS), Output(*OUTPUT)
-    base, n = (b * C.H + h).to(tl.int64) * splits * (T * C.G), tile * QUERIES + tl.arange(0, QUERIES)
+    n = tile // PIECES * QUERIES + tl.arange(0, QUERIES)
+    d = tile % PIECES * CHANNELS + tl.arange(0, CHANNELS)
+    base = (b * C.H + h).to(tl.int64) * splits * (T * C.G)
     # Load the first splits before the row says how many splits exist. Short contexts have few splits, and joining a
     # large tile would take longer than loading it.
-    few_parts = _load_parts(results, base, tl.arange(0, FEW_SPLITS), n, splits, T, C)
+    few_parts = _load_parts(results, base, tl.arange(0, FEW), n, d, splits, T, C)
     first_parts = few_parts
-    if CHUNK > FEW_SPLITS:
-        first_parts = _load_parts(results, base, tl.arange(0, CHUNK), n, splits, T, C)
+    if CHUNK > FEW:
+        first_parts = _load_parts(results, base, tl.arange(0, CHUNK), n, d, splits, T, C)
     blocks = blocks_seen(row, NB, C)
-    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, Shares(few, many, long, least), C)) + C.OPEN
-    merged = _no_parts(output, h, n, QUERIES, C)
-    if live <= FEW_SPLITS:
-        merged = _join(merged, few_parts, tl.arange(0, FEW_SPLITS), live, row, C)
+    shares = Shares(few, many, long, least, open)
+    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, shares, C)) + open
+    merged = _no_parts(output, h, n, QUERIES, CHANNELS, C)
+    if live <= FEW:
+        merged = _join(merged, few_parts, tl.arange(0, FEW), live, row, C)
     else:
         merged = _join(merged, first_parts, tl.arange(0, CHUNK), live, row, C)
     for start in range(CHUNK, live, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        merged = _join(merged, _load_parts(results, base, i, n, live, T, C), i, live, row, C)
-    _store_output(output, merged, results.skip_counts, row, b, h, n, T, C)
+        merged = _join(merged, _load_parts(results, base, i, n, d, live, T, C), i, live, row, C)
+    _store_output(output, merged, results.skip_counts, row, b, h, n, d, T, C)
     if C.ENTRIES > 0:
         if tile == 0:
             settle_sinks(LAYER, row, b, h, NB, C)

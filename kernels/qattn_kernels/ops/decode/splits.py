@@ -28,7 +28,7 @@ def blocks_per_split(blocks, splits, shares, C: tl.constexpr):
 
     `splits`: splits of the launch, including splits of open tokens. `shares`: the `table.Shares`. The result ignores
     the capacity, so that sums do not depend on it."""
-    sharing = tl.minimum(tl.where(blocks < shares.few * shares.long, shares.few, shares.many), splits - C.OPEN)
+    sharing = tl.minimum(tl.where(blocks < shares.few * shares.long, shares.few, shares.many), splits - shares.open)
     return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), shares.least), C.TILE) * C.TILE
 
 
@@ -37,12 +37,12 @@ def split_range(split, splits, row, NB, shares, C: tl.constexpr):
     """Return the block range of a split: `(blocks, per_split, begin, end, used)`.
 
     `blocks` is the number of packed blocks that some query reads, `per_split` the number per split. `used` tells
-    whether the split can hold a token. The first `C.OPEN` splits read open tokens instead of blocks."""
+    whether the split can hold a token. The first `shares.open` splits read open tokens instead of blocks."""
     blocks = blocks_seen(row, NB, C)
     per_split = blocks_per_split(blocks, splits, shares, C)
-    begin = (split - C.OPEN) * per_split
+    begin = (split - shares.open) * per_split
     end = tl.minimum(begin + per_split, blocks)
-    used = (split < C.OPEN) | (begin < end)
+    used = (split < shares.open) | (begin < end)
     if C.RING_PARTS > 1:
         used = used & split_used(split, row, C)
     return blocks, per_split, begin, end, used

@@ -27,6 +27,12 @@ ONE_WARP_DIM = 128
 # Share of shared memory for tiles in flight. On an H200 with 16 rows, three loads took longer than two: 5 % at 12 KiB,
 # up to 10 % at 16 to 32 KiB. With one row they were 2 % faster.
 MOST_SHARED = 0.75
+# Programs of a head that run at once, from which a program may read a single block. One row of 512 to 4,096 tokens: up
+# to 15 % faster on an H200. A ring takes longer than a block anyway.
+MOST_CROWDED = 16
+# Programs of a head that run at once, up to which one program reads the ring and then the sinks. Then 64 rows of 512
+# tokens take two whole waves in place of two and a half: 5 % faster on an H200.
+LEAST_APART = 2
 OWN_SHARED = 2048  # typical bytes per program in addition to its tiles
 MOST_OWN_SHARED = 16 * 1024  # upper limit of those bytes: exchange between threads, and the queries
 
@@ -36,15 +42,18 @@ class Shares(NamedTuple):
 
     Attributes:
         few: splits of a short context.
-        many: splits of a long context.
+        many: splits of a long context. With many rows they are fewer.
         long: a context is long if each of `few` splits would get this number of blocks or more.
         least: least blocks per split. A shorter context leaves splits unused.
+        open: splits in front of these, which read open tokens and sinks. If `Sizes.OPEN` is larger, one split reads the
+            ring and then the sinks.
     """
 
     few: Any
     many: Any
     long: Any
     least: Any
+    open: Any
 
 
 class Launch(NamedTuple):
@@ -95,11 +104,13 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     # without the limit the compiler may choose 168 registers: 5 % slower at 32k on an H200 than the 226 chosen with it
     most = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
     tuned = tuned_for(chip).decode
-    shares = shares_of(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned)
+    shares = shares_of(
+        chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.RING_PARTS, size.OPEN > size.RING_PARTS, tuned
+    )
     return Launch(shares, warps, stages, most)
 
 
-def shares_of(places: int, heads: int, block: int, open_programs: int, tuned: Decode) -> Shares:
+def shares_of(places: int, heads: int, block: int, ring: int, pool: bool, tuned: Decode) -> Shares:
     """Return how many programs share the context.
 
     Fills whole waves, because a nearly empty last wave takes as long as a full one. One wave is the rule, or the fewest
@@ -110,15 +121,21 @@ def shares_of(places: int, heads: int, block: int, open_programs: int, tuned: De
         places: programs that run at once.
         heads: tiles of queries over all rows and KV heads, each with a context to share.
         block: tokens per block.
-        open_programs: programs per row and head for open tokens and sinks.
+        ring: parts of the ring, each read by a program.
+        pool: whether a program reads sinks.
         tuned: measured limits of the GPU.
     """
     waves = next((w for w in range(1, 4) if w * places // heads * heads >= tuned.whole * w * places), 3)
-    few = max(1, waves * places // heads)
-    if few > tuned.most:
-        many = max(tuned.most, min(tuned.most_long, few - open_programs))
-        return Shares(tuned.most, many, tuned.long // 2 // block, tuned.least)
-    return Shares(few, 2 * few, tuned.long // block, tuned.least)
+    each, open = max(1, waves * places // heads), ring + pool
+    least = 1 if each > MOST_CROWDED and ring != 1 else tuned.least
+    if each > tuned.most:
+        many = max(tuned.most, min(tuned.most_long, each - open))
+        return Shares(tuned.most, many, tuned.long // 2 // block, least, open)
+    if ring > 1:  # a row rarely uses all parts, so they get no places
+        return Shares(each, 2 * each, tuned.long // block, least, open)
+    if each <= LEAST_APART and open:
+        return Shares(max(1, 2 * each - 1), each, tuned.long // 4 // block, least, 1)
+    return Shares(each - open, 2 * each - open, tuned.long // block, least, open)
 
 
 def _tile_bytes(size: Sizes, spec: LayerSpec, dtype: torch.dtype) -> int:

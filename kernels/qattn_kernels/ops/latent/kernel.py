@@ -237,8 +237,8 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
     return sums
 
 
-@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
-def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, many, long, least,
+@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least", "open"])
+def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, many, long, least, open,
                          STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
                          C: tl.constexpr):  # fmt: skip
     """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split).
@@ -249,7 +249,7 @@ def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, 
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
-    _, _, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least), C)
+    _, _, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
     if (split == splits - 1) & (tile == 0):
         commit_row(ROWS, LAYER, row, b, B, T, C)
     if used:
@@ -259,7 +259,7 @@ def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, 
         dropped = state.dropped + b.to(tl.int64) * NB * (C.BLOCK // 8)
         program = Program(b, 0, b, row, NB, None, dropped, q_pos, queries, scores)
         sums = _nothing(F, C)
-        if split < C.OPEN:
+        if split < open:
             if C.RING > 0:
                 sums = _ring_part(LAYER.k, LAYER.v, program, split, sums, F, C)
         else:

@@ -9,11 +9,11 @@ import torch
 from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import FEW_SPLITS, LATENT_COLUMNS, Sizes
+from qattn_kernels.launch.constants import LATENT_COLUMNS, Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.ops.decode.launch import merge, results_of, scoring
+from qattn_kernels.ops.decode.launch import FEW, Merging, merge, results_of, scoring
 from qattn_kernels.ops.decode.table import shares_of
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
@@ -54,7 +54,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     config = _config(size, forms)
     tiles = -(-rows // size.Q)
     places = chip.multiprocessors * config.programs
-    shares = shares_of(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip).decode)
+    tuned = tuned_for(chip).decode
+    shares = shares_of(places, batch * tiles, size.BLOCK, 0, False, tuned)._replace(least=tuned.least, open=size.OPEN)
     results = results_of(call, shares)
     launch(
         latent_decode_kernel, (batch, tiles, results[0].shape[1]),
@@ -62,7 +63,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return merge(call, results, shares, FEW_SPLITS, 1, MERGE_WARPS)
+    return merge(call, results, shares, Merging(FEW, FEW, 1, size.V.DP, MERGE_WARPS))
 
 
 def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tensor]:
