@@ -27,11 +27,11 @@ def test_requests_are_measured_with_windows(bench, tmp_path):
     kinds = ["sliding_attention", "full_attention"]
     shape = {"model_type": "gemma3_text", "sliding_window": 20, "layer_types": kinds}
     (path := tmp_path / "shape.json").write_text(json.dumps(shape | TINY), encoding="utf-8")
-    given = "--random-weights", "--kv-memory", "2MiB", "--longest", "64"
+    given = "--random-weights", "--kv-memory", "2MiB", "--longest", "64", "--batch-tokens", "32"
     methods = "--method", "int8", "--method", "int8:sliding=packed"
     code, out, _ = bench("requests", str(path), "--json", *given, *methods)
     rows = {row["way"]: row for row in map(json.loads, out.splitlines())}
     assert code == 0 and not any("error" in row for row in rows.values())
-    assert {(row["kv_mib"], row["longest"]) for row in rows.values()} == {(2, 64)}
+    assert {(row["kv_mib"], row["longest"], row["batch_tokens"]) for row in rows.values()} == {(2, 64, 32)}
     exact, packed = rows["int8"], rows["int8:sliding=packed"]
     assert packed["blocks"] > exact["blocks"] and packed["kv_bytes"] <= 2 * 2**20

@@ -17,7 +17,6 @@ from qattn_hf.generate.continuous.model_pages import pages_of_model
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.recipes.recipe import Recipe
 
-STOCK = "model precision, sdpa"
 PAGE = 64  # tokens of an unpacked page; most methods have pages of this size
 WARM_UP = 4  # requests that are answered before timing begins
 
@@ -26,11 +25,13 @@ class Point(NamedTuple):
     """A load: `requests` prompts of up to `longest` tokens, answered within `kv_mib` MiB of cache.
 
     Lengths are drawn evenly on a log scale, from a sixteenth of the longest on. An answer has up to an eighth of
-    `longest` tokens. Every way gets the same lengths."""
+    `longest` tokens. Every way gets the same lengths. A forward has at most `batch_tokens` tokens of all requests, as
+    many as Transformers chooses by default."""
 
     kv_mib: int
     requests: int
     longest: int
+    batch_tokens: int | None = None
 
 
 FULL = [Point(4 * 1024, 256, 2048)]
@@ -56,10 +57,11 @@ def rows(
     known = all_ways(recipes, device)
     for load in loads:
         shape = {"bench": "requests", "device": device.type, **load._asdict()}
-        measured = {STOCK: partial(_stock, model, load)}
+        stock = f"model precision, {model.config._attn_implementation}"
+        measured = {stock: partial(_stock, model, load)}
         measured |= {name: partial(_packed, model, known[f"{name} eager"], load) for name in recipes}
         for name, timed in measured.items():
-            ours = name != STOCK
+            ours = name != stock
             yield {**shape, "way": name, "packed": ours, **attempt(timed, ours=ours)}
             release(device)
 
@@ -89,6 +91,7 @@ def _answered(
     room = load.kv_mib * 2**20
     blocks = (room - slots * row) // block_bytes - 2  # Transformers keeps two blocks for itself
     pool = {"page_size": page, "num_blocks": blocks, "max_requests_per_batch": slots, "allow_block_sharing": False}
+    pool["max_batch_tokens"] = load.batch_tokens
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=load.longest // 8)
     asked = _asked(load, model.config.get_text_config(decoder=True).vocab_size)
     with model.continuous_batching_context_manager(

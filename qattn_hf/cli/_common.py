@@ -182,6 +182,9 @@ TextOption = Annotated[
 RowsOption = Annotated[int, typer.Option("--rows", min=1, help="Rows of the text.")]
 TokensOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row. The last two thirds are scored.")]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Rows that are read at once.")]
+BatchTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of all requests in one forward pass.", show_default="8192")
+]
 AtTokensOption = Annotated[int, typer.Option("--at-tokens", min=1, help="Context length for which bits are counted.")]
 MemoryOption = Annotated[
     int | None, size_option("--gpu-memory", "Memory of the GPU", "the memory of the GPU here, or of --gpu")

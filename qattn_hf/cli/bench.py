@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qattn_hf.cli._common import (
+    BatchTokensOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -218,6 +219,7 @@ def requests(
         int | None,
         typer.Option("--requests", min=1, help="Default: 256, fewer with --quick and on a CPU."),
     ] = None,
+    batch_tokens: BatchTokensOption = None,
     quick: QuickOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
@@ -238,7 +240,7 @@ def requests(
     check_version()
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     (load,) = chosen_points(measured, quick, where, None, None)
-    load = load._replace(requests=number or load.requests)
+    load = load._replace(requests=number or load.requests, batch_tokens=batch_tokens)
     memory = whole_mib(kv_memory) or [load.kv_mib]
     loads = [load._replace(kv_mib=mib, longest=tokens) for mib in memory for tokens in longest or [load.longest]]
     lm = bench_model(model, quick, where, dtype, random_weights)

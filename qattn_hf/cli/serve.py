@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from qattn_hf.cli._common import (
+    BatchTokensOption,
     DeviceOption,
     DtypeOption,
     MethodOption,
@@ -42,9 +43,6 @@ BatchingOption = Annotated[
 ]
 BlocksOption = Annotated[
     int | None, typer.Option(min=1, help="Blocks of 256 tokens in the pool.", show_default="what memory allows")
-]
-BatchTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of all requests in one forward pass.", show_default="8192")
 ]
 KeyOption = Annotated[
     str | None,
