@@ -42,6 +42,14 @@ def test_a_length_is_the_callers_own(model):
     assert int(QAttnCache.for_model(model).get_seq_length()) == 0
 
 
+@pytest.mark.parametrize("given", ["model", "config"])
+def test_a_model_in_place_of_specs_is_sent_to_for_model(model, given: str):
+    with pytest.raises(QAttnError, match=r"Fix: QAttnCache\.for_model\(model\)"):
+        QAttnCache(model if given == "model" else model.config)
+    with pytest.raises(QAttnError, match="for_model"):
+        QAttnCache(model.config, 128)  # as `StaticCache` is made
+
+
 def test_all_layers_are_allocated_before_the_first_call(model):
     """Between the activations of a call they would leave less room for the next ones."""
     seen = []

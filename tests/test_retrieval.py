@@ -205,7 +205,7 @@ def test_wrong_options_are_said_before_a_model_is_loaded(options, said, qattn, m
     module = sys.modules["qattn_hf.cli.retrieval"]  # in its package the function has this name
     monkeypatch.setattr(module, "load", lambda *args: pytest.fail("a model was loaded"))
     code, _, err = qattn("retrieval", *options)
-    assert code and said in err
+    assert code == 2 and said in err
 
 
 def test_a_tokenizer_without_bos_and_a_model_of_another_kind():

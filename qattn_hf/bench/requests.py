@@ -90,8 +90,13 @@ def _answered(
 
     room = load.kv_mib * 2**20
     blocks = (room - slots * row) // block_bytes - 2  # Transformers keeps two blocks for itself
-    pool = {"page_size": page, "num_blocks": blocks, "max_requests_per_batch": slots, "allow_block_sharing": False}
-    pool["max_batch_tokens"] = load.batch_tokens
+    pool = {
+        "page_size": page,
+        "num_blocks": blocks,
+        "max_requests_per_batch": slots,
+        "max_batch_tokens": load.batch_tokens,
+        "allow_block_sharing": False,
+    }
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=load.longest // 8)
     asked = _asked(load, model.config.get_text_config(decoder=True).vocab_size)
     with model.continuous_batching_context_manager(

@@ -52,11 +52,13 @@ class QAttnCache(Recoverable, Cache):
     def __init__(
         self,
         specs: list[LayerSpec | ModelLayerSpec],
-        recipe: Recipe,
+        recipe: Recipe | None = None,
         max_cache_len: int | None = None,
         device_type: str | None = None,
         pool: Pool | None = None,
     ):
+        if recipe is None or not isinstance(specs, Sequence):
+            raise QAttnError("QAttnCache takes the specs of a recipe's layers. Fix: QAttnCache.for_model(model)")
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
         super().__init__(layers=[any_layer(spec, max_cache_len, device_type) for spec in specs])

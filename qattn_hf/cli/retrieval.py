@@ -25,6 +25,7 @@ from qattn_hf.cli._common import (
     status_line,
     write_data,
 )
+from qattn_hf.errors import QAttnError
 from qattn_hf.model.loading import load, short_name
 
 Number = TypeVar("Number", int, float)
@@ -84,7 +85,10 @@ def retrieval(
     from qattn_hf.fidelity.needles import check_asked
     from qattn_hf.recipes.recipe import find_recipes
 
-    check_asked(wanted, places, wording)
+    try:
+        check_asked(wanted, places, wording)
+    except QAttnError as error:
+        raise UsageError(str(error)) from error
     recipes = find_recipes(method or DEFAULT)
     filler = compare.FILLER if text is None else read_text(text)
     name, lm, tokenizer = load(model, device)

@@ -58,10 +58,10 @@ class Decode(NamedTuple):
     """How many programs share a row's context in a decode (split-KV).
 
     Attributes:
-        least: minimum blocks per program, unless few rows are read: with fewer, its startup and its part of the merge cost
-            more than it saves.
-        long: tokens per program from which a context is long: half that number if all programs have room, a quarter
-            if few have.
+        least: minimum blocks per program with many rows: with fewer, its startup and its part of the merge cost more
+            than it saves.
+        long: tokens per program from which a context is long; half that number if all programs have room, a quarter if
+            few have.
         most: maximum programs per row and head that are worth their merge, if each has fewer tokens than `long`.
         most_long: the same if each has more.
         whole: fraction of a wave's places that programs should fill.

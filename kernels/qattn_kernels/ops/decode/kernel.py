@@ -68,9 +68,9 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
-    The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. They start first because
-    they can take longest. The others share a row's blocks evenly (`blocks_per_split`); those that a short row does not
-    need end at once. The last split has the least to do, so it commits the new lengths to `LAYER`.
+    The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `open` is below
+    `C.OPEN`, one split reads both. They start first because they can take longest. The others share a row's blocks evenly
+    (`blocks_per_split`); those that a short row does not need end at once. The last one commits the lengths to `LAYER`.
 
     Programs read `ROWS`, which keeps each row as it was before the call. The mask bits cover masked tokens, and tokens
     that were in the sink pool before the call.
@@ -79,7 +79,7 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
         QUERIES, RESULTS, scoring, CODEC: fields of a `QuerySource`, `Results`, `Scoring` and `Codec`.
         ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
         LAYER: the `launch.call.LayerTensors`. NB, B, T: capacity of a row in blocks, rows, tokens of the call.
-        skip_limits: tau and budget of sparse V. few, many, long, least, open: the `table.Shares`. STAGES: loads in flight.
+        skip_limits: tau and budget of sparse V. few, many, long, least, open: `table.Shares`. STAGES: loads in flight.
     """
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V

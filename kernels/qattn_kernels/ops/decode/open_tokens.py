@@ -1,6 +1,7 @@
 """Decode attention over the parts of the context outside the packed blocks: the ring and the sink pool.
 
-Separate programs read the ring and the sinks. Both are short; reading one after the other would delay the merge."""
+Separate programs read the ring and the sinks. Both are short; reading one after the other would delay the merge. Where
+programs wait for a place because there are many rows, one program reads both (`table.Shares.open`)."""
 
 from __future__ import annotations
 
