@@ -69,7 +69,7 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
     The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `open` is below
-    `C.OPEN`, one split reads both. They start first because they can take longest. The others share a row's blocks evenly
+    `C.OPEN`, one split reads both. They start first: they can take longest. The others share a row's blocks evenly
     (`blocks_per_split`); those that a short row does not need end at once. The last one commits the lengths to `LAYER`.
 
     Programs read `ROWS`, which keeps each row as it was before the call. The mask bits cover masked tokens, and tokens
