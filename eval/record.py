@@ -5,7 +5,7 @@ with the command, the date, the versions and the device. `eval/tables.py` makes 
 
 `NAME:RUN` records one of several runs in a file and replaces an earlier run of that name. A command that fails or
 prints no row leaves the old file unchanged. With `--failed`, the rows of a failing command are kept with its exit code;
-rows of tests say which test failed. After SIGTERM, as from `timeout`, the rows printed so far are kept.
+rows of tests say which test failed. So are the rows that were printed before SIGTERM, as from `timeout`.
 """
 
 from __future__ import annotations
