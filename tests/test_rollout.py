@@ -66,7 +66,7 @@ def test_caches_are_ranked_by_what_they_keep(model, choice: Choice):
     none, int8, turbo = rows
     assert [row["method"] for row in rows] == ["none", "int8", "turbo:bits=2,sink_num=0"]
     assert none["kl"] == pytest.approx(0, abs=1e-6) and none["same"] == 1 and none["first_divergence"] == 16
-    assert 0 < 10 * int8["kl"] < turbo["kl"]
+    assert 10 * abs(int8["kl"]) < turbo["kl"]  # eight bits lose less than fp32's rounding here, which has either sign
     assert none["ppl"] == pytest.approx(none["own_ppl"], rel=1e-4)
     assert turbo["effective_bits_total"] < int8["effective_bits_total"] < none["effective_bits_total"]
     assert not hasattr(model, "_qattn")
