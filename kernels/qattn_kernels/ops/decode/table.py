@@ -29,10 +29,10 @@ ONE_WARP_DIM = 128
 MOST_SHARED = 0.75
 # Programs of a head that run at once, from which a program may read a single block. One row of 512 to 4,096 tokens: up
 # to 15 % faster on an H200. A ring takes longer than a block anyway.
-MOST_CROWDED = 16
+CROWDED = 16
 # Programs of a head that run at once, up to which one program reads the ring and then the sinks. Then 64 rows of 512
 # tokens take two whole waves in place of two and a half: 5 % faster on an H200.
-LEAST_APART = 2
+TOGETHER = 2
 OWN_SHARED = 2048  # typical bytes per program in addition to its tiles
 MOST_OWN_SHARED = 16 * 1024  # upper limit of those bytes: exchange between threads, and the queries
 
@@ -127,13 +127,13 @@ def shares_of(places: int, heads: int, block: int, ring: int, pool: bool, tuned:
     """
     waves = next((w for w in range(1, 4) if w * places // heads * heads >= tuned.whole * w * places), 3)
     each, open = max(1, waves * places // heads), ring + pool
-    least = 1 if each > MOST_CROWDED and ring != 1 else tuned.least
+    least = 1 if each > CROWDED and ring != 1 else tuned.least
     if each > tuned.most:
         many = max(tuned.most, min(tuned.most_long, each - open))
         return Shares(tuned.most, many, tuned.long // 2 // block, least, open)
     if ring > 1:  # a row rarely uses all parts, so they get no places
         return Shares(each, 2 * each, tuned.long // block, least, open)
-    if each <= LEAST_APART and open:
+    if each <= TOGETHER and open:
         return Shares(max(1, 2 * each - 1), each, tuned.long // 4 // block, least, 1)
     return Shares(each - open, 2 * each - open, tuned.long // block, least, open)
 
