@@ -176,37 +176,44 @@ def _channel_scale(span, low, LOW: tl.constexpr, CLIP: tl.constexpr):
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Apply the second stage to a full block, and store it with its scale."""
-    put_codes(S, tokens.code, tokens.keep, slot, SIDE, C)
+    put_channels(S, tokens, 0, slot, SIDE, C)
+
+
+@triton.jit
+def put_channels(S, tokens, first, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    """Do what `put` does for the channels from `first` on."""
+    put_codes(S, tokens, first, slot, SIDE, C)
     at = block_of(slot, C)
     tl.store(S.scale + at + tl.zeros_like(tokens.t), tokens.scale, mask=tokens.t == 0)  # one scale for the block
 
 
 @triton.jit
-def _store_ranges(S, at, channel_scale, zero_point, SIDE: tl.constexpr):
-    """Store the steps and zero points of the channels of block `at`."""
-    d = tl.arange(0, SIDE.DP)
+def _store_ranges(S, at, channel_scale, zero_point, first, SIDE: tl.constexpr):
+    """Store the steps and zero points of the channels of block `at`, from channel `first` on."""
+    d = first + tl.arange(0, channel_scale.shape[0])
     tl.store(S.channel_scale + at * SIDE.D + d, channel_scale.to(tl.int8), mask=d < SIDE.D)
     tl.store(S.zero_point + at * SIDE.D + d, zero_point.to(tl.int8), mask=d < SIDE.D)
 
 
 @triton.jit
-def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, SIDE: tl.constexpr):
-    """Return `code_bits` of the codes 0 to `levels` of `X1` `[BLOCK, DP]`; stores steps and zero points of block
+def _second_stage(S, tokens, first, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr,
+                  SIDE: tl.constexpr):  # fmt: skip
+    """Return `code_bits` of the codes 0 to `levels` of the `X1` in `Tokens`; stores steps and zero points of block
     `at`."""
-    low, high = range_of_channels(code, keep)
+    low, high = range_of_channels(tokens.code, tokens.keep)
     some = low <= high  # false if no token is kept
     low, high = whole_number(tl.where(some, low, 0.0)), whole_number(tl.where(some, high, 0.0))
     channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
-    _store_ranges(S, at, channel_scale, zero_point, SIDE)
+    _store_ranges(S, at, channel_scale, zero_point, first, SIDE)
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
-    coded = divide_whole(code - zero_point[None, :], channel_scale[None, :])
+    coded = divide_whole(tokens.code - zero_point[None, :], channel_scale[None, :])
     return code_bits(tl.clamp(coded, 0.0, levels.to(tl.float32)))
 
 
 @triton.jit
-def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Apply the second stage to `X1` of a full block, and store the codes.
+def put_codes(S, tokens, first, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    """Apply the second stage to the `X1` in `Tokens` of a full block, and store the codes.
 
     Quantizes to 4 or 2 bits per channel, in integers. 8-bit blocks keep `X1` without a second stage."""
     LOW: tl.constexpr = SIDE.LOW
@@ -217,19 +224,20 @@ def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
     if SIDE.BITS == 8:
         if narrow:
             if AGED:
-                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE)
-                write_codes(S.codes4, coded, index, 4, False, SIDE, C)
+                coded = _second_stage(S, tokens, first, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE)
+                write_codes(S.codes4, coded, index, 4, False, SIDE, C, first)
         else:
-            _store_ranges(S, at, tl.full([SIDE.DP], 1, tl.int8), tl.full([SIDE.DP], 0, tl.int8), SIDE)
-            write_codes(S.codes8, code_bits(code), index, 8, False, SIDE, C)
+            N: tl.constexpr = tokens.code.shape[1]
+            _store_ranges(S, at, tl.full([N], 1, tl.int8), tl.full([N], 0, tl.int8), first, SIDE)
+            write_codes(S.codes8, code_bits(tokens.code), index, 8, False, SIDE, C, first)
     else:
-        coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, SIDE)
+        coded = _second_stage(S, tokens, first, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, SIDE)
         if AGED or LOW != ALL:
             if not narrow:
-                write_codes(S.codes4, coded, index, 4, False, SIDE, C)
+                write_codes(S.codes4, coded, index, 4, False, SIDE, C, first)
         if AGED or LOW != NONE:
             if narrow:
-                write_codes(S.codes2, coded, index, 2, False, SIDE, C)
+                write_codes(S.codes2, coded, index, 2, False, SIDE, C, first)
 
 
 @triton.jit
@@ -319,6 +327,7 @@ JIT = INT8_RING._replace(
     locate=locate,
     run=run,
     put=put,
+    put_channels=put_channels,
     get=get,
     scores=scores,
     values=values,
