@@ -39,7 +39,7 @@ from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
 from qattn_kernels.ops.rotate.kernel import rotate_queries
 from qattn_kernels.ops.sink_pool.kernel import compete
 
-CLOSED_AT_ONCE = tl.constexpr(16)
+CLOSED_AT_ONCE = tl.constexpr(8)
 
 
 class Codec(NamedTuple):
