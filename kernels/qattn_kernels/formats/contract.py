@@ -92,8 +92,9 @@ class JitFormat(NamedTuple):
             but the unpacked keys and values are INT8.
         put: `(S, tokens, slot, SIDE, C)`: writes `Tokens` of a block to the arenas. A format with a ring gets full
             blocks and writes all tokens; one without writes the tokens in `write`.
-        put_channels: `(S, tokens, first, slot, SIDE, C)`: `put` for some channels of a full block: `tokens.code` is
-            `[BLOCK, n]`, the channels from `first` on. `block_form` takes them too. None: codes depend on all channels.
+        close: `(S, start, keep, slot, bh, END, SIDE, C)`: `block_form` and `put` of the full block whose tokens are in
+            the ring from row position `start` on. A short call prefers it: less code to load in the steps that close a
+            block. `END`: the number of channels. None: there is only `put`.
         get: `(S, slot, SIDE, C)`: returns an unpacked block.
         scores: `(S, at, query, SIDE, C)`: multiplies queries (`ops.decode.queries.QueryTile`) with the keys of a
             `BlockAt`. Tokens are in `token_order`, because packed bytes hold several part tiles. For a tile of blocks
@@ -124,7 +125,7 @@ class JitFormat(NamedTuple):
     values: Any | None
     ring_scores: Any | None = None
     ring_values: Any | None = None
-    put_channels: Any | None = None
+    close: Any | None = None
     place: Any | None = None
     locate: Any | None = None
     run: Any | None = None

@@ -76,6 +76,16 @@ def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SID
 
 
 @triton.jit
+def write_byte_tile(codes, packed, at, d, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+    """Write int32 bytes `[bytes of a channel, n]` of channels `d` to block `at`: what `write_codes` packs with 8, 4 or
+    2 bits, unshuffled."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    address = _plane(codes, at, tl.arange(0, ROWS)[:, None], d[None, :], ROWS, SIDE)
+    packed = packed.to(tl.uint8).to(codes.dtype.element_ty, bitcast=True)
+    tl.store(address, packed, mask=(d < SIDE.D)[None, :])
+
+
+@triton.jit
 def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SHUFFLED: tl.constexpr,
                 SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Return int32 `[BLOCK, DP]`, what `_write_plane` wrote with the same constants."""

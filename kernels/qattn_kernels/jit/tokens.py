@@ -95,14 +95,8 @@ def new_tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def ring_codes(S, slot, SLOTS: tl.constexpr, bh, SIDE: tl.constexpr):
-    """Return addresses `[n, DP]` in a ring of `SLOTS` slots. INT8 values are stored `[D, slots]`, as their product
-    reads them."""
-    return _channel_codes(S, slot, SLOTS, bh, tl.arange(0, SIDE.DP), SIDE)
-
-
-@triton.jit
-def _channel_codes(S, slot, SLOTS: tl.constexpr, bh, d, SIDE: tl.constexpr):
+def _channels_of_ring(S, slot, SLOTS: tl.constexpr, bh, d, SIDE: tl.constexpr):
+    """Return the addresses of `ring_codes` for channels `d` alone."""
     base = S.ring + bh.to(tl.int64) * SLOTS * SIDE.D
     if SIDE.VALUES and (S.ring.dtype.element_ty == tl.int8):
         return base + d[None, :] * SLOTS + slot[:, None]
@@ -111,27 +105,30 @@ def _channel_codes(S, slot, SLOTS: tl.constexpr, bh, d, SIDE: tl.constexpr):
 
 
 @triton.jit
+def ring_codes(S, slot, SLOTS: tl.constexpr, bh, SIDE: tl.constexpr):
+    """Return addresses `[n, DP]` in a ring of `SLOTS` slots. INT8 values are stored `[D, slots]`, as their product
+    reads them."""
+    return _channels_of_ring(S, slot, SLOTS, bh, tl.arange(0, SIDE.DP), SIDE)
+
+
+@triton.jit
+def ring_tile(S, pos, d, bh, SIDE: tl.constexpr, C: tl.constexpr):
+    """Return fp32 codes `[n, channels]` of the ring's tokens at row positions `pos`, of channels `d`; zeros beyond
+    `D`."""
+    inside = (pos >= 0)[:, None] & (d < SIDE.D)[None, :]
+    return tl.load(_channels_of_ring(S, pos % C.RING, C.RING, bh, d, SIDE), mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
 def from_ring(S, pos, there, bh, SIDE: tl.constexpr, C: tl.constexpr):
     """Return codes fp32 `[n, DP]` and scales `[n]` of the ring's tokens at row positions `pos`, zeros where `there` is
     false. An unquantized ring gives numbers in place of codes, and zero scales."""
-    code = channels_from_ring(S, pos, there, bh, tl.arange(0, SIDE.DP), SIDE, C)
-    return code, scales_from_ring(S, pos, there, bh, C)
-
-
-@triton.jit
-def channels_from_ring(S, pos, there, bh, d, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return the codes of `from_ring` for channels `d` alone."""
-    inside = there[:, None] & (d < SIDE.D)[None, :]
-    return tl.load(_channel_codes(S, pos % C.RING, C.RING, bh, d, SIDE), mask=inside, other=0).to(tl.float32)
-
-
-@triton.jit
-def scales_from_ring(S, pos, there, bh, C: tl.constexpr):
-    """Return the scales of `from_ring`."""
-    scale = tl.zeros([pos.shape[0]], tl.float32)
+    inside = there[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
+    code = tl.load(ring_codes(S, pos % C.RING, C.RING, bh, SIDE), mask=inside, other=0).to(tl.float32)
+    scale = tl.zeros([code.shape[0]], tl.float32)
     if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, mask=there, other=0.0)
-    return scale
+    return code, scale
 
 
 @triton.jit

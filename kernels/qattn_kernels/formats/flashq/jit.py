@@ -9,11 +9,19 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.flashq.reference import FlashQFormat
+from qattn_kernels.formats.flashq.second_stage import (
+    LEVELS,
+    block_scale,
+    close,
+    codes_of,
+    put_codes,
+    width_and_index,
+    x1_of,
+)
 from qattn_kernels.formats.head_bits import ALL, LISTED, NONE, RANKED, number, unspecialized
 from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
-from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
-from qattn_kernels.jit.math import code_bits, divide_whole, range_of_channels, round_even, whole_number
+from qattn_kernels.formats.packing import code_scores, code_values, read_codes
 from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_neighbours
 
@@ -41,9 +49,6 @@ class Tensors(NamedTuple):
     aged: Any
 
 
-LEVELS = tl.constexpr(119)
-
-
 @lru_cache(maxsize=1024)
 def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
     """Return `low`, `mask` and `aged` of `Tensors`, encoded by `head_bits.unspecialized`."""
@@ -53,30 +58,8 @@ def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
 
 
 @triton.jit
-def codes_of(S, BITS: tl.constexpr):
-    """Return the tensor of codes with `BITS` bits."""
-    if BITS == 8:
-        return S.codes8
-    elif BITS == 4:
-        return S.codes4
-    else:
-        return S.codes2
-
-
-@triton.jit
 def quantize_tokens(x):
     return quantize(x, LEVELS)
-
-
-@triton.jit
-def _wide(S, LOW: tl.constexpr, C: tl.constexpr):
-    """Return the number of 4-bit heads. They take the first places."""
-    if LOW == NONE:
-        return C.H
-    elif LOW == ALL:
-        return 0
-    else:
-        return C.H - number(S.low)
 
 
 @triton.jit
@@ -116,10 +99,8 @@ def block_form(code, scale, keep):
     """Apply the first stage: INT8 codes with one scale per token become `X1` with one scale per block.
 
     Returns integers in fp32. Tokens outside `keep` do not raise the scale."""
-    s = tl.max(tl.where(keep, scale, 0.0), 0)
-    ratio = tl.div_rn(scale, tl.zeros_like(scale) + tl.where(s == 0.0, 1.0, s))
-    x1 = round_even(tl.clamp(code * ratio[:, None], -1.0 * LEVELS, 1.0 * LEVELS))
-    return x1, tl.zeros_like(scale) + s
+    s, divisor = block_scale(scale, keep)
+    return x1_of(code, tl.div_rn(scale, tl.zeros_like(scale) + divisor)), tl.zeros_like(scale) + s
 
 
 @triton.jit
@@ -143,101 +124,11 @@ def place(S, b, h, first, SIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _width_and_index(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return whether a block has the smaller bit width of its side, and its index among the blocks of that width."""
-    LOW: tl.constexpr = SIDE.LOW
-    if SIDE.AGED:
-        aged, head = number(S.aged), (slot.b * C.H + slot.h).to(tl.int64)
-        narrow = slot.index < aged
-        return narrow, tl.where(narrow, head * aged, head * (slot.capacity - aged) - aged) + slot.index
-    else:
-        wide = _wide(S, LOW, C)
-        narrow = slot.place >= wide
-        head = tl.where(narrow, slot.b * (C.H - wide) + slot.place - wide, slot.b * wide + slot.place)
-        return narrow, head.to(tl.int64) * slot.capacity + slot.index
-
-
-@triton.jit
-def _channel_scale(span, low, LOW: tl.constexpr, CLIP: tl.constexpr):
-    """Return the quantization step of channels that span `span` integers. `low`: heads with 2 bits.
-
-    For 2 bits, `CLIP` sixteenths of half a step are cut off at both ends. Constant divisors compile without a division.
-    """
-    four, two = (2 * span + 15) // 30, (32 * span + 48 + CLIP) // (96 + 2 * CLIP)
-    if LOW == NONE:
-        found = four
-    elif LOW == ALL:
-        found = two
-    else:
-        found = tl.where(low, two, four)
-    return tl.maximum(found, 1)
-
-
-@triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Apply the second stage to a full block, and store it with its scale."""
-    put_channels(S, tokens, 0, slot, SIDE, C)
-
-
-@triton.jit
-def put_channels(S, tokens, first, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Do what `put` does for the channels from `first` on."""
-    put_codes(S, tokens, first, slot, SIDE, C)
+    put_codes(S, tokens.code, tokens.keep, slot, SIDE, C)
     at = block_of(slot, C)
     tl.store(S.scale + at + tl.zeros_like(tokens.t), tokens.scale, mask=tokens.t == 0)  # one scale for the block
-
-
-@triton.jit
-def _store_ranges(S, at, channel_scale, zero_point, first, SIDE: tl.constexpr):
-    """Store the steps and zero points of the channels of block `at`, from channel `first` on."""
-    d = first + tl.arange(0, channel_scale.shape[0])
-    tl.store(S.channel_scale + at * SIDE.D + d, channel_scale.to(tl.int8), mask=d < SIDE.D)
-    tl.store(S.zero_point + at * SIDE.D + d, zero_point.to(tl.int8), mask=d < SIDE.D)
-
-
-@triton.jit
-def _second_stage(S, tokens, first, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr,
-                  SIDE: tl.constexpr):  # fmt: skip
-    """Return `code_bits` of the codes 0 to `levels` of the `X1` in `Tokens`; stores steps and zero points of block
-    `at`."""
-    low, high = range_of_channels(tokens.code, tokens.keep)
-    some = low <= high  # false if no token is kept
-    low, high = whole_number(tl.where(some, low, 0.0)), whole_number(tl.where(some, high, 0.0))
-    channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)
-    zero_point = low + ((high - low - channel_scale * levels) >> 1)
-    _store_ranges(S, at, channel_scale, zero_point, first, SIDE)
-    zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
-    coded = divide_whole(tokens.code - zero_point[None, :], channel_scale[None, :])
-    return code_bits(tl.clamp(coded, 0.0, levels.to(tl.float32)))
-
-
-@triton.jit
-def put_codes(S, tokens, first, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Apply the second stage to the `X1` in `Tokens` of a full block, and store the codes.
-
-    Quantizes to 4 or 2 bits per channel, in integers. 8-bit blocks keep `X1` without a second stage."""
-    LOW: tl.constexpr = SIDE.LOW
-    AGED: tl.constexpr = SIDE.AGED
-    CLIP: tl.constexpr = SIDE.CLIP
-    narrow, index = _width_and_index(S, slot, SIDE, C)
-    at = block_of(slot, C)
-    if SIDE.BITS == 8:
-        if narrow:
-            if AGED:
-                coded = _second_stage(S, tokens, first, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE)
-                write_codes(S.codes4, coded, index, 4, False, SIDE, C, first)
-        else:
-            N: tl.constexpr = tokens.code.shape[1]
-            _store_ranges(S, at, tl.full([N], 1, tl.int8), tl.full([N], 0, tl.int8), first, SIDE)
-            write_codes(S.codes8, code_bits(tokens.code), index, 8, False, SIDE, C, first)
-    else:
-        coded = _second_stage(S, tokens, first, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, SIDE)
-        if AGED or LOW != ALL:
-            if not narrow:
-                write_codes(S.codes4, coded, index, 4, False, SIDE, C, first)
-        if AGED or LOW != NONE:
-            if narrow:
-                write_codes(S.codes2, coded, index, 2, False, SIDE, C, first)
 
 
 @triton.jit
@@ -258,7 +149,7 @@ def get_codes(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     at = block_of(slot, C)
     channel_scale = tl.load(S.channel_scale + at * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.int32)
     zero_point = tl.load(S.zero_point + at * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.int32)
-    narrow, index = _width_and_index(S, slot, SIDE, C)
+    narrow, index = width_and_index(S, slot, SIDE, C)
     code = tl.full([C.BLOCK, SIDE.DP], 0, tl.int32)
     if AGED or LOW != ALL:
         if not narrow:
@@ -327,7 +218,7 @@ JIT = INT8_RING._replace(
     locate=locate,
     run=run,
     put=put,
-    put_channels=put_channels,
+    close=close,
     get=get,
     scores=scores,
     values=values,

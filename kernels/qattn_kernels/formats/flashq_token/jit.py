@@ -23,7 +23,7 @@ def block_form(code, scale, keep):
 
 @triton.jit
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    put_codes(S, tokens, 0, slot, SIDE, C)
+    put_codes(S, tokens.code, tokens.keep, slot, SIDE, C)
     tl.store(S.scale + block_of(slot, C) * C.BLOCK + tokens.t, to_bits(tokens.scale))
 
 

@@ -22,24 +22,12 @@ import triton.language as tl
 
 from qattn_kernels.formats.contract import Slot, Tokens
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, bits_at, block_at, first_bits, slot_bits, store_row
-from qattn_kernels.jit.tokens import (
-    Source,
-    channels_from_ring,
-    checked_tokens,
-    from_ring,
-    load_new,
-    new_tokens,
-    ring_codes,
-    row_before,
-    scales_from_ring,
-)
+from qattn_kernels.jit.tokens import Source, checked_tokens, from_ring, load_new, new_tokens, ring_codes, row_before
 from qattn_kernels.layout import BlockState, RowState
 from qattn_kernels.ops.append.ranking import Masks, ranked_place
 from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
 from qattn_kernels.ops.rotate.kernel import rotate_queries
 from qattn_kernels.ops.sink_pool.kernel import compete
-
-CLOSED_AT_ONCE = tl.constexpr(8)
 
 
 class Codec(NamedTuple):
@@ -51,7 +39,7 @@ class Codec(NamedTuple):
     block_form: Any
     place: Any
     put: Any
-    put_channels: Any
+    close: Any
     get: Any
 
 
@@ -175,17 +163,11 @@ def _close_side(S, K_MEAN, masked, chosen, source, masks, block, codec, SIDE: tl
     `masked`: int32 `[BLOCK]`, 1 for masked tokens. `chosen`: bool `[BLOCK]`, tokens that the sink pool takes."""
     h, bh, home, t = block.h, block.bh, block.home, tl.arange(0, C.BLOCK)
     place = _place(S, source, masks, block, codec, SIDE, C)
-    keep = masked == 0
+    slot, keep = Slot(home.b, h, home.index, home.capacity, place), masked == 0
     if C.ENTRIES > 0 and not SIDE.VALUES:  # sinks stay in the values' scales: see `ops/sink_pool/reference.py`
         keep = keep & ~chosen
-    slot = Slot(home.b, h, home.index, home.capacity, place)
-    if codec.put_channels is not None and not SIDE.SMOOTH:
-        scale = scales_from_ring(S, block.start + t, t >= 0, bh, C)
-        for first in range(0, tl.minimum(masks.blocks, 1) * SIDE.D, CLOSED_AT_ONCE):
-            d = first + tl.arange(0, CLOSED_AT_ONCE)
-            full = channels_from_ring(S, block.start + t, t >= 0, bh, d, SIDE, C)
-            full, full_scale = codec.block_form(full, scale, keep)
-            codec.put_channels(S, Tokens(full, full_scale, keep, keep, t), first, slot, SIDE, C)
+    if codec.close is not None and not SIDE.SMOOTH:
+        codec.close(S, block.start, keep, slot, bh, tl.minimum(masks.blocks, 1) * SIDE.D, SIDE, C)
     else:
         full, full_scale = from_ring(S, block.start + t, t >= 0, bh, SIDE, C)
         if SIDE.SMOOTH:

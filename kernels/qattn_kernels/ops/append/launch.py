@@ -26,7 +26,7 @@ TWO_EACH = 264  # programs of four warps, two on each of the 132 multiprocessors
 
 def _codec(jit: JitFormat, reads: bool = False) -> tuple:
     """Return a `kernel.Codec` as a plain tuple. Pass `reads=True` only for kernels that read blocks back."""
-    return jit.quantize_tokens, jit.block_form, jit.place, jit.put, jit.put_channels, jit.get if reads else None
+    return jit.quantize_tokens, jit.block_form, jit.place, jit.put, jit.close, jit.get if reads else None
 
 
 def rank(call: Call) -> None:
