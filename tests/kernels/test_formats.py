@@ -36,6 +36,14 @@ def test_kernels_know_a_format_by_one_typed_object(name: str):
         assert jit.ring_scores is not None or jit.ring_values is not None
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in (*BASES, *WRAPPERS)])
+def test_a_format_that_stores_blocks_in_its_own_way_closes_them_so_too(name: str):
+    """A format derived with `_replace` inherits `close`, which would store blocks as the other format does."""
+    jit = importlib.import_module(f"qattn_kernels.formats.{name}.jit").JIT
+    if jit.close is not None:
+        assert jit.close.__module__.rpartition(".")[0] == jit.put.__module__.rpartition(".")[0]
+
+
 def test_a_function_that_is_missing_fails_at_once():
     with pytest.raises(TypeError, match="required positional argument"):
         JitFormat(Tensors=tuple, quantize_tokens=None)  # type: ignore[call-arg]

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.flashq.jit import JIT as FLASHQ
-from qattn_kernels.formats.flashq.jit import codes_of, get_codes, put_codes
+from qattn_kernels.formats.flashq.jit import get_codes
+from qattn_kernels.formats.flashq.second_stage import close_codes, codes_of, put_codes, ring_scales
 from qattn_kernels.formats.packing import code_values
 from qattn_kernels.formats.scale_bits import from_bits, to_bits
 from qattn_kernels.jit.math import TINY, inverse_of
@@ -25,6 +26,14 @@ def block_form(code, scale, keep):
 def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     put_codes(S, tokens.code, tokens.keep, slot, SIDE, C)
     tl.store(S.scale + block_of(slot, C) * C.BLOCK + tokens.t, to_bits(tokens.scale))
+
+
+@triton.jit
+def close(S, start, keep, slot, bh, END, SIDE: tl.constexpr, C: tl.constexpr):
+    """Do what `formats.flashq.second_stage.close` does: this format's `X1` are the tokens' codes."""
+    scale = ring_scales(S, start, bh, C)
+    close_codes(S, start, keep, tl.zeros_like(scale) + 1.0, slot, bh, END, SIDE, C)
+    tl.store(S.scale + block_of(slot, C) * C.BLOCK + tl.arange(0, C.BLOCK), to_bits(scale))
 
 
 @triton.jit
@@ -54,4 +63,6 @@ def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
-JIT = FLASHQ._replace(block_form=block_form, put=put, get=get, values=values, scores=None, ring_scores=None)
+JIT = FLASHQ._replace(
+    block_form=block_form, put=put, close=close, get=get, values=values, scores=None, ring_scores=None
+)

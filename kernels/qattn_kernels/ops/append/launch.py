@@ -19,7 +19,7 @@ from qattn_kernels.ops.append.past import unpack_past_kernel
 from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
 
-FEW_PROGRAMS = 64  # up to this many programs, split keys from values: more multiprocessors are busy
+FEW_PROGRAMS = 128  # up to this many programs, split keys from values: more multiprocessors are busy
 AT_ONCE = 512  # programs that run on a GPU at the same time
 TWO_EACH = 264  # programs of four warps, two on each of the 132 multiprocessors of an H200 or H100
 
