@@ -143,7 +143,7 @@ def x1_of(code, ratio):
 
 @triton.jit
 def block_scale(scale, keep):
-    """Return the scale of a block, and that by which to divide the tokens' scales: it is never 0."""
+    """Return the scale of a block, and the divisor of its tokens' scales, which is never 0."""
     s = tl.max(tl.where(keep, scale, 0.0), 0)
     return s, tl.where(s == 0.0, 1.0, s)
 
@@ -183,14 +183,15 @@ def _tile_parts(S, start, d, ratios, bh, PARTS: tl.constexpr, SIDE: tl.constexpr
 
 
 @triton.jit
-def _close_width(S, codes, index, at, narrow, start, keep, ratio, bh, END, BITS: tl.constexpr, LOW: tl.constexpr,
-                 SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Do the second stage of `close` with `BITS` bits, and write the codes to block `index` of `codes`.
+def _close_width(S, index, at, start, keep, ratio, bh, END, BITS: tl.constexpr, SIDE: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    """Do the second stage of `close` with `BITS` bits, and write block `index` of these codes.
 
     A thread holds the tokens whose codes share a byte, as parts of the block. `END`: number of channels, not a
     constant: compilers would repeat the loop's code for each tile."""
     PARTS: tl.constexpr = 8 // BITS
     CLIP: tl.constexpr = SIDE.CLIP
+    LOW: tl.constexpr = ALL if BITS == 2 else NONE
     keeps, ratios, levels = _parts(keep, PARTS), _parts(ratio, PARTS), tl.full([], 2**BITS - 1, tl.int32)
     for first in range(0, END, AT_ONCE):
         d = first + tl.arange(0, AT_ONCE)
@@ -204,12 +205,12 @@ def _close_width(S, codes, index, at, narrow, start, keep, ratio, bh, END, BITS:
                 kept = (keeps[p] != 0)[:, None]
                 low = tl.minimum(low, tl.where(kept, x1[p], float("inf")))
                 high = tl.maximum(high, tl.where(kept, x1[p], float("-inf")))
-            channel_scale, zero_point = _steps(tl.min(low, 0), tl.max(high, 0), narrow, levels, LOW, CLIP)
+            channel_scale, zero_point = _steps(tl.min(low, 0), tl.max(high, 0), None, levels, LOW, CLIP)
             _store_ranges(S, at, d, channel_scale, zero_point, SIDE)
             packed = tl.full(x1[0].shape, 0, tl.int32)
             for p in tl.static_range(PARTS):
                 packed |= (_coded(x1[p], channel_scale, zero_point, levels) & (2**BITS - 1)) << (p * BITS)
-        write_byte_tile(codes, packed, index, d, BITS, SIDE, C)
+        write_byte_tile(codes_of(S, BITS), packed, index, d, BITS, SIDE, C)
 
 
 @triton.jit
@@ -217,21 +218,15 @@ def close_codes(S, start, keep, ratio, slot, bh, END, SIDE: tl.constexpr, C: tl.
     """Write the codes of the block that `close` packs. `ratio` `[BLOCK]`: of the tokens' scales to that of `X1`."""
     LOW: tl.constexpr = SIDE.LOW
     AGED: tl.constexpr = SIDE.AGED
+    WIDE: tl.constexpr = 8 if SIDE.BITS == 8 else 4
     narrow, index = width_and_index(S, slot, SIDE, C)
     at = block_of(slot, C)
-    if SIDE.BITS == 8:
+    if AGED or LOW != ALL or WIDE == 8:
         if not narrow:
-            _close_width(S, S.codes8, index, at, narrow, start, keep, ratio, bh, END, 8, NONE, SIDE, C)
-        if AGED:
-            if narrow:
-                _close_width(S, S.codes4, index, at, narrow, start, keep, ratio, bh, END, 4, NONE, SIDE, C)
-    else:
-        if AGED or LOW != ALL:
-            if not narrow:
-                _close_width(S, S.codes4, index, at, narrow, start, keep, ratio, bh, END, 4, NONE, SIDE, C)
-        if AGED or LOW != NONE:
-            if narrow:
-                _close_width(S, S.codes2, index, at, narrow, start, keep, ratio, bh, END, 2, ALL, SIDE, C)
+            _close_width(S, index, at, start, keep, ratio, bh, END, WIDE, SIDE, C)
+    if AGED or (LOW != NONE and WIDE == 4):
+        if narrow:
+            _close_width(S, index, at, start, keep, ratio, bh, END, WIDE // 2, SIDE, C)
 
 
 @triton.jit
@@ -242,7 +237,7 @@ def ring_scales(S, start, bh, C: tl.constexpr):
 
 @triton.jit
 def close(S, start, keep, slot, bh, END, SIDE: tl.constexpr, C: tl.constexpr):
-    """Do what `from_ring`, `block_form` and `put` do for a full block, from row position `start` on, in less code.
+    """Pack the full block from row position `start` on as `from_ring`, `block_form` and `put` together, in less code.
 
     Few steps close a block, so their code comes from memory each time, which takes most of their time. An append that
     closes blocks of 128 channels, all at once, takes 44 us for one row on an H200, and 88 us for 64 rows, whose

@@ -30,7 +30,7 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def close(S, start, keep, slot, bh, END, SIDE: tl.constexpr, C: tl.constexpr):
-    """Do what `formats.flashq.second_stage.close` does: this format's `X1` are the tokens' codes."""
+    """Pack a block as `formats.flashq.second_stage.close`. The tokens' codes are this format's `X1`."""
     scale = ring_scales(S, start, bh, C)
     close_codes(S, start, keep, tl.zeros_like(scale) + 1.0, slot, bh, END, SIDE, C)
     tl.store(S.scale + block_of(slot, C) * C.BLOCK + tl.arange(0, C.BLOCK), to_bits(scale))
