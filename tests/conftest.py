@@ -4,6 +4,7 @@ Without a GPU, kernels run in the interpreter. Triton decides that when it is im
 it first.
 """
 
+import atexit
 import functools
 import gc
 import os
@@ -34,6 +35,7 @@ FEW = 6  # sets of parameters of a test below `kernels/` that runs none: the fir
 MANY = 12  # sets of parameters of a test that is no product: above it the first tier has some
 MOST = 4  # sets of parameters of a product in the slow tier
 MOST_OF_KERNELS = 1  # the same of a test marked `gpu`: the interpreter is slow, and GPUs run all sets
+MODULES = 50  # imports of a file's tests that are worth one garbage collection
 launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
@@ -82,13 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of all garbage collections of the tests."""
+    """Leave what is imported out of all garbage collections of the tests, and of those of pytest at its end."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # libraries in C++ look for what is left at the end of the process
+    atexit.register(gc.unfreeze)  # libraries in C++ look for what is left at the end of the process
 
 
 def _choices(sets: list[Any]) -> list[list[Any]]:
@@ -164,6 +163,18 @@ def _is_method(name: str) -> bool:
     from qattn_hf.methods import is_method
 
     return is_method(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_no_garbage() -> Iterator[None]:
+    """Leave what the tests of a file have imported out of the garbage collections of later files.
+
+    Transformers collects all garbage after each batch of requests, and looks through every module then."""
+    known = len(sys.modules)
+    yield
+    if len(sys.modules) > known + MODULES:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,8 @@ def install() -> None:
 
     interpreter._get_np_dtype = numpy_type
     tl.core.block_type.__init__, tl.core.tensor.__init__ = block_type, tensor
+    tl.core.block_type.name = property(block_name)
+    interpreter._patch_attr = patch_attribute
     TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
     TritonSemantic.binary_op_type_checking_impl = operands
     broadcast, unwrap = TritonSemantic.broadcast_impl_value, tl.core._unwrap_if_constexpr
@@ -112,7 +114,22 @@ def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
     self.shape, self.numel, _, _ = of_shape(sizes)
-    self.name = f"<{sizes}, {element_ty}>"
+
+
+def block_name(self: Any) -> str:
+    """Return the name of a block's type. Triton makes it for each type, and hardly anything asks for it."""
+    return f"<{tuple(self.shape)}, {self.element_ty}>"
+
+
+def patch_attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Be `interpreter._patch_attr`. Triton copies the keywords of each call without the compiler's semantic."""
+    semantic = getattr(interpreter, "interpreter_semantic", None) or TritonSemantic(builder)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        keywords["_semantic"] = semantic
+        return member(*args, **keywords)
+
+    scope.set_attr(obj, name, call)
 
 
 def tensor(self: Any, handle: Any, type: Any) -> None:

@@ -127,7 +127,7 @@ def test_a_ring_holds_the_codes_of_a_packed_window(case: Any, window: int, again
     served.lengths[:2] = 0, 0
     alone = [windowed(case, window) for _ in range(3)]
     fed(alone[2], qkv, 0, 40)
-    for counts in ((70, 1, 1), (1, 1, 1), (300, 129, 60), *[(1, 1, 1)] * 140, (40, 0, 500), (1, 33, 1), (0, 1, 1)):
+    for counts in ((70, 1, 1), (1, 1, 1), (300, 129, 60), *[(1, 1, 1)] * 80, (40, 0, 500), (1, 33, 1), (0, 1, 1)):
         past = list(served.lengths)
         out = served.call(qkv, counts, again)
         for slot, count in enumerate(counts):

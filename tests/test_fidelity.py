@@ -229,7 +229,7 @@ COMPARE = ("compare", "--device", "cpu")
 
 
 def test_the_command_prints_a_table_and_writes_rows_and_a_picture(qattn, tmp_path):
-    small = ("--rows", "1", "--tokens", "150", "--steps", "2")
+    small = ("--rows", "1", "--tokens", "150", "--steps", "2", "--dtype", "float32")
     files = ("--output", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "rows.png"))
     code, out, _ = qattn(*COMPARE, "--method", "none,turbo:k_bits=4,v_bits=2", *small, *files)
     assert code == 0 and "turbo:k_bits=4,v_bits=2" in out and "Pareto" in out

@@ -41,7 +41,7 @@ def qattn(qattn, monkeypatch):
 def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
     target = tmp_path / "rows.json"
     methods = ("--method", "full", "--method", "turbo:k_bits=4,v_bits=2", "--recipe", "turbo_sink")
-    few = ("--limit", "2", "--max-new-tokens", "6")
+    few = ("--limit", "2", "--max-new-tokens", "6", "--dtype", "float32")
     code, out, err = qattn("--task", "recall_10", *few, *methods, "--output", str(target))
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
@@ -141,7 +141,12 @@ def test_lm_evals_command_line_runs_on_two_processes(tmp_path, start):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    model = ["--model", "qattn", "--model_args", f"pretrained={demo_model_dir()},method=turbo,k_bits=4,v_bits=2"]
+    model = [
+        "--model",
+        "qattn",
+        "--model_args",
+        f"pretrained={demo_model_dir()},dtype=float32,method=turbo,k_bits=4,v_bits=2",
+    ]
     tasks = ["--tasks", "recall_10", "--limit", "3", "--gen_kwargs", "max_gen_toks=6", "--output_path", str(tmp_path)]
     start(tmp_path, port, "run", *model, *tasks)
     (written,) = tmp_path.rglob("results_*.json")

@@ -185,7 +185,7 @@ def test_perplexity_of_wikitext_is_that_of_what_the_cache_kept(tmp_path):
     with task_folders(made(tmp_path)) as folders:
         found = task_manager(folders)
         models = {
-            name: QAttnLM(str(demo_model_dir()), method=name, device="cpu", **settings)
+            name: QAttnLM(str(demo_model_dir()), method=name, device="cpu", dtype="float32", **settings)
             for name, settings in (("full", {}), ("turbo", {"bits": 2, "sink_num": 0}))
         }
         scored = {
@@ -201,7 +201,8 @@ def test_rows_run_end_to_end_through_lm_evals_own_tasks(manager, data, path):
         pytest.skip(f"no model {path.name} next to the repository")
     if data != REAL and path != demo_model_dir():
         pytest.skip("made rows are read by one model, the real ones by both")
-    lm = QAttnLM(str(path), method="turbo", k_bits=4, v_bits=2, device="cpu", batch_size=2, max_length=1500)
+    sizes = {"batch_size": 2, "max_length": 1500}
+    lm = QAttnLM(str(path), method="turbo", k_bits=4, v_bits=2, device="cpu", dtype="float32", **sizes)
     names = ["gsm8k_cot", "bbh_cot_fewshot_date_understanding", "longbench_multi_news"]
     tasks = manager.load(names)
     for task in tasks["tasks"].values():

@@ -27,10 +27,12 @@ def append(state: State, spec: LayerSpec, open_span: OpenSpan, span: torch.Tenso
     count, padding = span[:, 1], padding_end(span, columns)
     capacity = state["block_len"].shape[1]
     k_keep = open_span.keep & ~open_span.chosen if spec.sink_pool.exclude else open_span.keep
+    known = count.device.type == "cpu"  # the host can look at values without waiting
     for j in range(open_span.pos.shape[1]):
-        index = (open_span.closed + j).clamp(max=capacity - 1).long()
         closes, reached = j < open_span.closing, open_span.valid[:, j, 0]
-        known = closes.device.type == "cpu"  # the host can look at values without waiting
+        if known and not reached.any():  # nor any later block
+            break
+        index = (open_span.closed + j).clamp(max=capacity - 1).long()
         write_rows(
             state["dropped"], index, reached, bool_to_bits(open_span.valid[:, None, j] & ~open_span.keep[:, :, j])
         )
