@@ -141,12 +141,8 @@ def test_lm_evals_command_line_runs_on_two_processes(tmp_path, start):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    model = [
-        "--model",
-        "qattn",
-        "--model_args",
-        f"pretrained={demo_model_dir()},dtype=float32,method=turbo,k_bits=4,v_bits=2",
-    ]
+    arguments = f"pretrained={demo_model_dir()},dtype=float32,method=turbo,k_bits=4,v_bits=2"
+    model = ["--model", "qattn", "--model_args", arguments]
     tasks = ["--tasks", "recall_10", "--limit", "3", "--gen_kwargs", "max_gen_toks=6", "--output_path", str(tmp_path)]
     start(tmp_path, port, "run", *model, *tasks)
     (written,) = tmp_path.rglob("results_*.json")
