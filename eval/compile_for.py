@@ -52,7 +52,7 @@ from qattn_kernels.step.warm import LayerShape, launches
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 HEADS, KV_HEADS = 32, 8
 DTYPE = torch.bfloat16
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 FIGURES = ("shared", "registers", "stack")
 
 

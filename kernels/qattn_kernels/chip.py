@@ -42,6 +42,11 @@ class Chip(NamedTuple):
         return self.capability >= (8, 9)
 
     @property
+    def dependent(self) -> bool:
+        """Whether a kernel can be launched before the previous one has ended (`jit/dependent.py`)."""
+        return self.capability >= (9, 0)
+
+    @property
     def wgmma(self) -> bool:
         """Whether tensor cores read both operands from shared memory, as on Hopper and data-centre Blackwell."""
         return self.capability[0] in (9, 10)

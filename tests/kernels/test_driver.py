@@ -37,7 +37,8 @@ class Library:
         launched = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
         made = config._obj
         grid = made.grid_x, made.grid_y, made.grid_z, made.block_x, made.block_y, made.block_z
-        self.seen.append((function.value, grid, made.shared, made.stream, made.count, launched))
+        attributes = [(x.id, x.value) for x in made.attributes[: made.count]] if made.count else []
+        self.seen.append((function.value, grid, made.shared, made.stream, attributes, launched))
         return self.code
 
 
@@ -74,12 +75,19 @@ def test_the_driver_gets_every_argument_in_its_size(monkeypatch):
     library = Library(SIZES)
     assert launched(monkeypatch, library) == []
     ((function, grid, shared, stream, attributes, given),) = library.seen
-    assert (function, grid, shared, stream, attributes) == (77, (5, 6, 1, 128, 1, 1), 1024, 9, 0)
+    assert (function, grid, shared, stream, attributes) == (77, (5, 6, 1, 128, 1, 1), 1024, 9, [])
     x, row, column, scale, y, *scratch = given
     numbers = [int.from_bytes(place, "little", signed=True) for place in (x, row, column, y)]
     assert numbers == [4160, -3, 1 << 40, 10_005]
     assert ctypes.c_float.from_buffer_copy(scale).value == pytest.approx(0.1)
     assert scratch == [bytes(8)] * 2
+
+
+def test_a_dependent_kernel_is_launched_as_one(monkeypatch):
+    library = Library(SIZES)
+    assert launched(monkeypatch, library, launch_pdl=1) == []
+    ((*_, attributes, _),) = library.seen
+    assert attributes == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION is allowed
 
 
 def test_addresses_that_changed_are_filled_in_and_others_stay(monkeypatch):
@@ -110,12 +118,11 @@ def test_addresses_that_changed_are_filled_in_and_others_stay(monkeypatch):
         (Library(SIZES[:-1]), {}),
         (Library([*SIZES, 8]), {}),
         (Library([8, 4, 8, 8, 8, 8, 8]), {}),
-        (Library(SIZES), {"launch_pdl": 1}),
         (Library(SIZES), {"num_ctas": 2}),
         (Library(SIZES), {"global_scratch_size": 64}),
         (Library(SIZES, code=201), {}),
     ],
-    ids=["no driver", "a parameter less", "one more", "another size", "dependent", "clusters", "scratch", "an error"],
+    ids=["no driver", "a parameter less", "one more", "another size", "clusters", "scratch", "an error"],
 )
 def test_triton_launches_what_the_driver_cannot(monkeypatch, library, metadata):
     ((*lead, x, strides, scale, constant, y),) = launched(monkeypatch, library, **metadata)

@@ -76,3 +76,31 @@ def test_programs_of_any_shape_have_equal_results(case: Case, sinks: bool, monke
             torch.testing.assert_close(out, out2, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(lse, lse2, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(out, out3, rtol=0.05, atol=0.05)  # a wrong or missing split is off by 1
+
+
+@pytest.mark.parametrize("case", [INT8, ("fp8", {})], ids=str)
+def test_one_split_stores_what_its_merge_would(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """A program that reads a whole row writes the call's output itself: the same bits, rows without tokens too."""
+    choose, merge = launch.choose, launch.merge
+    merges, found = 0, []
+
+    def one_split(*arguments) -> launch.Launch:
+        chosen = choose(*arguments)
+        return chosen._replace(shares=chosen.shares._replace(few=1, many=1))
+
+    def counted(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal merges
+        merges += 1
+        return merge(*arguments)
+
+    monkeypatch.setattr(launch, "choose", one_split)
+    monkeypatch.setattr(launch, "merge", counted)
+    found.append(run_steps(fused_step, case))
+    assert merges == 0
+    monkeypatch.setattr(launch, "_stores_output", lambda call: False)
+    found.append(run_steps(fused_step, case))
+    assert merges == len(CUTS) - 1  # the call of 62 tokens is no decode
+    (layer, alone), (other, several) = found
+    assert all(torch.equal(layer.state[name], other.state[name]) for name in layer.state)
+    for (out, lse), (out2, lse2) in zip(alone, several, strict=True):
+        assert torch.equal(out, out2) and torch.equal(lse, lse2)

@@ -10,8 +10,7 @@ from qattn_kernels.layout import BlockState, Row, RowState
 
 ROW_FIELDS, OVERFLOW = tl.constexpr(layout.ROW_FIELDS), tl.constexpr(layout.ROW_OVERFLOW)
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
-COMMITTED = tl.constexpr(32)  # rows per iteration of `commit_row`
-FIRST, COUNT = (tl.constexpr(Row._fields.index(name)) for name in ("first", "count"))
+COMMITTED = tl.constexpr(32)  # rows per iteration of `commit_rows`
 
 
 @triton.jit
@@ -30,6 +29,20 @@ def load_row(rows, b):
     """Load the `Row` of row `b` from `rows`, int32 `[B, ROW_FIELDS]`, which `store_row` wrote."""
     at = rows + b * ROW_FIELDS
     return Row(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
+
+
+@triton.jit
+def _load_rows(rows, b, there):
+    """Load the rows `b` where `there` is true, as `load_row` does. Others are zeros."""
+    at = rows + b * ROW_FIELDS
+    return Row(
+        tl.load(at, mask=there, other=0),
+        tl.load(at + 1, mask=there, other=0),
+        tl.load(at + 2, mask=there, other=0),
+        tl.load(at + 3, mask=there, other=0),
+        tl.load(at + 4, mask=there, other=0),
+        tl.load(at + 5, mask=there, other=0),
+    )
 
 
 @triton.jit
@@ -130,31 +143,33 @@ def slot_bits(dropped, slot):
 
 
 @triton.jit
-def commit_row(ROWS, LAYER, row, b, B, columns, C: tl.constexpr):
-    """Store row `b`'s lengths after the call in the state. Kernels that run at the same time read `ROWS` instead.
+def commit_rows(ROWS, LAYER, B, columns, C: tl.constexpr):
+    """Store the lengths of all `B` rows after a call in the state. Kernels that run at the same time read `ROWS`
+    instead.
 
-    Row 0 also stores the counts that all rows share: the columns seen, and where padding ended. All loads come first,
-    so that they overlap. `B`: rows. `columns`: columns of the call."""
-    state = RowState(*LAYER.rows)
-    length, longest = row.length + row.count, tl.load(state.longest + b)
-    overflow, overflowed = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW), tl.load(state.overflow + b)
+    Also stores the counts that rows share: the columns seen, and where padding ended. `columns`: columns of the
+    call."""
+    state, padding = RowState(*LAYER.rows), 0
     columns_seen = tl.load(state.columns_seen)
-    tl.store(state.length + b, length)
-    tl.store(state.closed + b, row.closed + row.closing)
-    tl.store(state.open_start + b, row.open_start + row.closing * C.BLOCK)
-    tl.store(state.longest + b, tl.maximum(longest, length))
-    tl.store(state.overflow + b, overflowed + tl.maximum(overflow, 0))
-    if b == 0:
-        padding = 0
-        for begin in range(0, B, COMMITTED):
-            n = begin + tl.arange(0, COMMITTED)
-            starts = tl.load(ROWS + n * ROW_FIELDS + FIRST, mask=n < B, other=0)
-            counts = tl.load(ROWS + n * ROW_FIELDS + COUNT, mask=n < B, other=columns)
-            # columns up to the end of the row's padding
-            padding = tl.maximum(padding, tl.max(tl.where(starts + counts < columns, columns, starts), 0))
-        tl.store(state.columns_seen, columns_seen + columns)
-        if padding > 0:
-            tl.store(state.padded, columns_seen + padding)
+    for begin in range(0, B, COMMITTED):
+        b = begin + tl.arange(0, COMMITTED)
+        there = b < B
+        row = _load_rows(ROWS, b, there)
+        overflow = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW, mask=there, other=0)
+        longest = tl.load(state.longest + b, mask=there, other=0)
+        overflowed = tl.load(state.overflow + b, mask=there, other=0)
+        length = row.length + row.count
+        tl.store(state.length + b, length, mask=there)
+        tl.store(state.closed + b, row.closed + row.closing, mask=there)
+        tl.store(state.open_start + b, row.open_start + row.closing * C.BLOCK, mask=there)
+        tl.store(state.longest + b, tl.maximum(longest, length), mask=there)
+        tl.store(state.overflow + b, overflowed + tl.maximum(overflow, 0), mask=there)
+        # columns up to the end of the row's padding
+        padded = tl.where(there & (row.first + row.count < columns), columns, row.first)
+        padding = tl.maximum(padding, tl.max(padded, 0))
+    tl.store(state.columns_seen, columns_seen + columns)
+    if padding > 0:
+        tl.store(state.padded, columns_seen + padding)
 
 
 @triton.jit

@@ -160,6 +160,8 @@ def make_call(step: Step) -> Call:
         sizes = sizes._replace(PAGED=True)
     if (spec.k.core.fp8 or spec.v.core.fp8) and not chip_of(key.device).fp8:
         sizes = sizes._replace(SHIFTS_FP8=True)
+    if short and chip_of(key.device).dependent and not sizes.PLAIN:
+        sizes = sizes._replace(DEPENDENT=True)
     pages = None if table is None else (table, state["block_len"].shape[1], state["dropped"].shape[2])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))

@@ -62,6 +62,7 @@ class Sizes(NamedTuple):
     PAGED: blocks of all rows are in one page pool, located by a table.
     PLAIN: run in the interpreter, which has no assembly.
     SHIFTS_FP8: FP8 bytes become numbers by shifts, because the GPU has no instruction for it.
+    DEPENDENT: kernels of a step are launched before the previous one has ended, and wait (`jit/dependent.py`).
     """
 
     H: int
@@ -93,6 +94,7 @@ class Sizes(NamedTuple):
     PAGED: bool
     PLAIN: bool
     SHIFTS_FP8: bool = False
+    DEPENDENT: bool = False
 
 
 class PrefillSizes(NamedTuple):

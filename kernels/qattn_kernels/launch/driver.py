@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
-from ctypes import byref, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p, pointer
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,16 @@ NUMBERS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f"
 NUMBERS |= {"u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 SCRATCH = 2  # extra pointers after a kernel's arguments, unused by these kernels
 THREADS = 32  # threads per warp
-ABSENT = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")  # must be off
+ABSENT = ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")  # must be off
+
+
+class Attribute(ctypes.Structure):
+    """`CUlaunchAttribute` of the driver API, with a number as its value."""
+
+    _fields_ = (("id", c_uint), ("padding", c_uint), ("value", c_int), ("rest", c_uint * 15))
+
+
+DEPENDENT = Attribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class Config(ctypes.Structure):
@@ -27,7 +36,7 @@ class Config(ctypes.Structure):
     _fields_ = [
         *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
         ("stream", c_void_p),
-        ("attributes", c_void_p),
+        ("attributes", POINTER(Attribute)),
         ("count", c_uint),
     ]
 
@@ -74,6 +83,7 @@ class Direct:
         function: handle of the kernel.
         arguments: items of `flat`. Pointers that are not numbers yet must be written to `slots` before a launch.
         grid, warps, shared: launch configuration.
+        dependent: the kernel may be launched before the previous one has ended (`jit/dependent.py`).
 
     Attributes:
         slots: argument values, by index.
@@ -87,6 +97,7 @@ class Direct:
         grid: tuple[int, ...],
         warps: int,
         shared: int,
+        dependent: bool,
     ):
         self._call, self._function = library.cuLaunchKernelEx, c_void_p(function)
         self.slots = (c_uint64 * (len(arguments) + SCRATCH))()
@@ -97,7 +108,7 @@ class Direct:
                 self.slots[i] = value
         first = ctypes.addressof(self.slots)
         self._places = (c_void_p * len(self.slots))(*[first + i * SLOT for i in range(len(self.slots))])
-        self.config = Config(*grid, THREADS * warps, 1, 1, shared, None, None, 0)
+        self.config = Config(*grid, THREADS * warps, 1, 1, shared, None, pointer(DEPENDENT) if dependent else None, dependent)
         self._config = byref(self.config)
 
     def __call__(self, stream: int) -> int:
@@ -121,7 +132,7 @@ def direct(kernel: Any, grid: tuple[int, ...], arguments: Sequence[tuple[str, An
     sizes = [*(n_bytes(kind) for kind, _ in arguments), *[SLOT] * SCRATCH]
     if _parameters(library, kernel.function, len(sizes) + 1) != sizes:
         return None
-    return Direct(library, kernel.function, arguments, grid, metadata.num_warps, metadata.shared)
+    return Direct(library, kernel.function, arguments, grid, metadata.num_warps, metadata.shared, metadata.launch_pdl)
 
 
 def _parameters(library: Any, function: int, most: int) -> list[int]:

@@ -11,6 +11,11 @@ def warps_of(channels: int, warps: int) -> int:
     return warps if channels <= WIDEST_HEAD else 2 * warps
 
 
+def dependent(size: Sizes) -> dict[str, bool]:
+    """Return launch options of kernels that wait by themselves (`jit.dependent.await_previous_kernel`)."""
+    return {"launch_pdl": True} if size.DEPENDENT else {}
+
+
 def codes(size: Sizes, most: int = 64 * 128) -> dict[str, int]:
     """Return launch options of kernels that quantize (see `ops/append/kernel.py`) and hold a whole block in registers.
 

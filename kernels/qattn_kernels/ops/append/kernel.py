@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.contract import Slot, Tokens
+from qattn_kernels.jit.dependent import await_previous_kernel
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, bits_at, block_at, first_bits, slot_bits, store_row
 from qattn_kernels.jit.tokens import Source, checked_tokens, from_ring, load_new, new_tokens, ring_codes, row_before
 from qattn_kernels.layout import BlockState, RowState
@@ -308,6 +309,7 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
         parts: programs per block: 1, or 2 to split keys from values. Key programs take longest, so they start first.
         EARLY: every program loads the call's one token together with its row, and learns later if it is its own.
     """
+    await_previous_kernel(C.DEPENDENT)
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
     source, blocks, K, V = Source(*SOURCE), BlockState(*LAYER.blocks), LAYER.k, LAYER.v

@@ -9,7 +9,7 @@ from qattn_kernels.formats.traits import Low
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import FACTORS_STEP, WIDEST_TILE, Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import codes
+from qattn_kernels.launch.options import codes, dependent
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.layout import WIDEST_HEAD
 from qattn_kernels.ops.append.k_mean import mean_kernel
@@ -84,7 +84,7 @@ def append(call: Call) -> None:
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
         call.source, *call.spans, call.layer, call.rows, call.blocks, queries, call.tokens, parts, _codec(k), _codec(v),
-        power_of_two(call.tokens), early, call.sizes, **options,
+        power_of_two(call.tokens), early, call.sizes, **options, **dependent(call.sizes),
     )  # fmt: skip
 
 

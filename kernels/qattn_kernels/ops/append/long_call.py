@@ -13,7 +13,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.contract import Slot, Tokens
 from qattn_kernels.jit.math import float_to_int8
-from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
+from qattn_kernels.jit.rows import commit_rows, load_row, settle_sinks, slot_bits
 from qattn_kernels.jit.tokens import Source, new_tokens, new_tokens_of, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
@@ -245,7 +245,7 @@ def finish_kernel(SOURCE, ROWS, LAYER, FACTORS, NB, B, T, slots, K_QUANTIZE: tl.
     """Finish a long call after its tokens are written. One program per (tile of the ring, head, row).
 
     Every program writes the newest tokens of its ring tile. One program per head settles the sinks, and one computes
-    the `FACTORS` of the values' `slots` (`ops.prefill.value_factors`). One program per row commits the lengths."""
+    the `FACTORS` of the values' `slots` (`ops.prefill.value_factors`). One program commits the lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
     K_SIDE: tl.constexpr = C.K
@@ -266,5 +266,5 @@ def finish_kernel(SOURCE, ROWS, LAYER, FACTORS, NB, B, T, slots, K_QUANTIZE: tl.
     if C.ENTRIES > 0:
         if i == 0:
             settle_sinks(LAYER, row, b, h, NB, C)
-    if (i == 0) & (h == 0):
-        commit_row(ROWS, LAYER, row, b, B, T, C)
+    if (i == 0) & (h == 0) & (b == 0):
+        commit_rows(ROWS, LAYER, B, T, C)

@@ -18,9 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qattn_kernels.jit.dependent import await_previous_kernel, release_next_kernel
 from qattn_kernels.jit.math import NOTHING
-from qattn_kernels.jit.rows import commit_row, first_bits, load_row, locate, queries_end
+from qattn_kernels.jit.rows import commit_rows, first_bits, load_row, locate, queries_end
 from qattn_kernels.layout import BlockState
+from qattn_kernels.ops.decode.merge import Output, Parts, store_output
 from qattn_kernels.ops.decode.open_tokens import SinkPool, last_sink, ring_part, sink_part, sink_scores
 from qattn_kernels.ops.decode.parts import (
     Blocks,
@@ -64,32 +66,36 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least", "open"])
-def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits, few, many, long, least, open, CODEC,
+def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, OUTPUT, NB, B, T, scoring, skip_limits, few, many, long, least, open, CODEC,
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
     The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `open` is below
     `C.OPEN`, one split reads both. They start first: they can take longest. The others share a row's blocks evenly
-    (`blocks_per_split`); those that a short row does not need end at once. The last one commits the lengths to `LAYER`.
+    (`blocks_per_split`); those that a short row does not need end at once. One more program, after the last head,
+    commits the lengths of all rows to `LAYER`: as part of a split it would make the others wait.
 
     Programs read `ROWS`, which keeps each row as it was before the call. The mask bits cover masked tokens, and tokens
     that were in the sink pool before the call.
 
     Args:
-        QUERIES, RESULTS, scoring, CODEC: fields of a `QuerySource`, `Results`, `Scoring` and `Codec`.
+        QUERIES, scoring, CODEC: fields of a `QuerySource`, `Scoring` and `Codec`.
+        RESULTS: fields of the `Results` of several splits. OUTPUT: of one split, `out` and `lse` of an `Output`; else None.
         ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
         LAYER: the `launch.call.LayerTensors`. NB, B, T: capacity of a row in blocks, rows, tokens of the call.
         skip_limits: tau and budget of sparse V. few, many, long, least, open: `table.Shares`. STAGES: loads in flight.
     """
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
-    bh, tile, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    tile, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    bh, attends = tl.minimum(tl.program_id(0), B * C.H - 1), tl.program_id(0) < B * C.H
+    await_previous_kernel(C.DEPENDENT)
     b, h = bh // C.H, bh % C.H
     row, K, V, PAGES = load_row(ROWS, b), LAYER.k, LAYER.v, LAYER.pages
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     _, k_head, k_low = locate(K, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
     _, v_head, v_low = locate(V, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
-    sinks, state, results = LAYER.sinks, BlockState(*LAYER.blocks), Results(*RESULTS)
+    sinks, state = LAYER.sinks, BlockState(*LAYER.blocks)
     pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == open - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
@@ -97,9 +103,11 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
     blocks, per_split, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
-    if (split == splits - 1) & (tile == 0) & (h == 0):
-        commit_row(ROWS, LAYER, row, b, B, T, C)
-    if used:
+    if (tl.program_id(0) == B * C.H) & (tile == 0) & (split == 0):
+        commit_rows(ROWS, LAYER, B, T, C)
+    if OUTPUT is None:  # one split alone stores results of rows without tokens too
+        attends = attends & used
+    if attends:
         scores = Scoring(*scoring)
         query, nonfinite = query_tile(q, scores.scale, C)
         sums = Sums(
@@ -123,4 +131,10 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, skip_limits,
             packed = Blocks(begin, end, pos, length, sinks.moved, k_mean_scores, limits, known)
             homes = Homes(HeadHome(k_head, k_low), HeadHome(v_head, v_low))
             sums, skips = packed_part(K, V, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
-        store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
+        release_next_kernel(C.DEPENDENT)
+        if OUTPUT is not None:
+            acc = tl.trans(tl.where(nonfinite[None, :], float("nan"), sums.acc))
+            merged = Parts(sums.m, sums.l, sums.l, acc)
+            store_output(Output(OUTPUT[0], OUTPUT[1], None), merged, None, row, b, h, n, tl.arange(0, V_SIDE.DP), T, C)
+        else:
+            store_split(Results(*RESULTS), bh, split, splits, n, T, real, nonfinite, sums, skips, C)

@@ -12,7 +12,7 @@ from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import warps_of
+from qattn_kernels.launch.options import dependent, warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel
 from qattn_kernels.ops.decode.merge import merge_kernel
@@ -21,7 +21,7 @@ from qattn_kernels.ops.decode.table import Shares, choose
 LOG2E = math.log2(math.e)
 MERGED = 4096  # partial numbers that one warp holds at once, in half of its registers
 FEW = 8  # splits that a program of all channels loads first
-FEWEST = 4  # splits that a program of several queries merges at once
+FEWEST = 4, FEW  # splits that a program of several queries merges at once
 ONE_WARP = 16  # splits that one warp merges at once
 
 
@@ -35,17 +35,30 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
-    results = results_of(call, tuned.shares)
+    splits = splits_of(call, tuned.shares)
+    alone = output_of(call)[:2] if splits == tuned.shares.few == 1 and _stores_output(call) else None
+    results = results_of(call, splits) if alone is None else None
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
     sparsity = call.spec.sparsity
     launch(
-        decode_kernel, (batch * size.H, -(-rows // size.Q), results[0].shape[1]),
-        (call.turned, call.turned.stride()[:3]), call.rows, call.layer, results, call.blocks, batch, tokens,
+        decode_kernel, (batch * size.H + 1, -(-rows // size.Q), splits),
+        (call.turned, call.turned.stride()[:3]), call.rows, call.layer, results, alone, call.blocks, batch, tokens,
         scoring(call), (sparsity.tau, sparsity.budget), *tuned.shares,
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
-        num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
+        num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip
+    if alone is not None:
+        return alone[0].transpose(1, 2), alone[1]
     return merge(call, results, tuned.shares, merging(size, tuned.shares))
+
+
+def _stores_output(call: Call) -> bool:
+    """Return whether a program that reads a whole row can store the call's output, without a merge.
+
+    The merge has more to do where values are rotated, sinks are pooled or learned, or sparse V counts."""
+    size = call.sizes
+    merges = size.ENTRIES > 0 or size.SPARSE_V or size.V.ROTATION is not None or call.scores.sinks is not None
+    return size.RING == 0 and not merges
 
 
 class Merging(NamedTuple):
@@ -74,9 +87,10 @@ def merging(size: Sizes, shares: Shares) -> Merging:
     of one query would not all run at once: a program of four queries takes 3.0 us in place of 3.8 (64 rows, 512 tokens,
     `int8`). The number of launched splits does not matter, because sums would depend on the capacity."""
     width, parts = size.V.DP, max(shares.few, shares.many) + shares.open
-    if parts <= FEWEST:
-        queries = min(power_of_two(size.G), MERGED // (FEWEST * width))
-        return Merging(FEWEST, FEWEST, queries, width, warps_of(width, 1))
+    for loaded in FEWEST:
+        if parts <= loaded:
+            queries = min(power_of_two(size.G), max(1, MERGED // (loaded * width)))
+            return Merging(loaded, loaded, queries, width, warps_of(width, 1))
     if shares.many <= ONE_WARP:
         return Merging(FEW, ONE_WARP, 1, width, warps_of(width, 1))
     if size.V.ROTATION is not None:
@@ -90,15 +104,30 @@ def scoring(call: Call) -> tuple[float, float, int, float]:
     return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), call.spec.compute.sas_threshold * LOG2E
 
 
-def results_of(call: Call, shares: Shares) -> tuple:
-    """Return a `splits.Results` as a plain tuple, with uninitialised buffers for the partial results of all splits."""
-    (few, many, long, _, opened), size = shares, call.sizes
+def splits_of(call: Call, shares: Shares) -> int:
+    """Return the splits of a launch, including those of open tokens."""
+    few, many, long, _, opened = shares
     most = few if call.blocks < few * long else max(few, many)
-    shape = call.batch * size.H, min(most, call.blocks) + opened, call.tokens * size.G
+    return min(most, call.blocks) + opened
+
+
+def results_of(call: Call, splits: int) -> tuple:
+    """Return a `splits.Results` as a plain tuple, with uninitialised buffers for the partial results of all splits."""
+    size = call.sizes
+    shape = call.batch * size.H, splits, call.tokens * size.G
     device = call.query.device
     out = torch.empty((*shape, size.V.D), dtype=torch.float32, device=device)
     stats = torch.empty((*shape, 3 if size.SPARSE_V else 2), dtype=torch.float32, device=device)
     return out, stats, skip_counts_of(call.state) if size.SPARSE_V else None
+
+
+def output_of(call: Call) -> tuple:
+    """Return a `merge.Output` as a plain tuple, with uninitialised buffers."""
+    size, device = call.sizes, call.query.device
+    heads = size.H * size.G
+    out = torch.empty((call.batch, call.tokens, heads, size.V.D), dtype=call.query.dtype, device=device)
+    lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
+    return out, lse, call.scores.sinks
 
 
 def merge(call: Call, results: tuple, shares: Shares, config: Merging) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,14 +135,11 @@ def merge(call: Call, results: tuple, shares: Shares, config: Merging) -> tuple[
 
     Returns:
         The results of `decode`."""
-    size, device = call.sizes, call.query.device
-    heads = size.H * size.G
-    out = torch.empty((call.batch, call.tokens, heads, size.V.D), dtype=call.query.dtype, device=device)
-    lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
+    size, output = call.sizes, output_of(call)
     tiles = -(-call.tokens * size.G // config.queries) * (size.V.DP // config.channels)
     launch(
-        merge_kernel, (tiles, size.H, call.batch), results, call.rows, call.layer, (out, lse, call.scores.sinks),
+        merge_kernel, (tiles, size.H, call.batch), results, call.rows, call.layer, output,
         call.blocks, results[0].shape[1], call.tokens, *shares, *config[:4], size, num_warps=config.warps,
-        enable_fp_fusion=True,
+        enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip
-    return out.transpose(1, 2), lse
+    return output[0].transpose(1, 2), output[1]

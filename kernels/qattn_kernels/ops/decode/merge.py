@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.jit.dependent import await_previous_kernel
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import load_row, queries_end, result_column, settle_sinks
@@ -104,8 +105,10 @@ def _count_skips(counts, merged, counted, bh):
 
 
 @triton.jit
-def _store_output(output, merged, skip_counts, row, b, h, n, d, T, C: tl.constexpr):
-    """Store the results of queries `n` `[M]` and channels `d`. Columns without a query get zeros."""
+def store_output(output, merged, skip_counts, row, b, h, n, d, T, C: tl.constexpr):
+    """Store the results of queries `n` `[M]` and channels `d` from their merged `Parts`.
+
+    Columns without a query get zeros."""
     SIDE: tl.constexpr = C.V
     t, inside = n // C.G, n < T * C.G
     DTYPE: tl.constexpr = output.out.dtype.element_ty
@@ -137,6 +140,7 @@ def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, l
     """
     SIDE: tl.constexpr = C.V
     PIECES: tl.constexpr = SIDE.DP // CHANNELS
+    await_previous_kernel(C.DEPENDENT)
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, results, output = load_row(ROWS, b), Results(*RESULTS), Output(*OUTPUT)
     n = tile // PIECES * QUERIES + tl.arange(0, QUERIES)
@@ -159,7 +163,7 @@ def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, l
     for start in range(CHUNK, live, CHUNK):
         i = start + tl.arange(0, CHUNK)
         merged = _join(merged, _load_parts(results, base, i, n, d, live, T, C), i, live, row, C)
-    _store_output(output, merged, results.skip_counts, row, b, h, n, d, T, C)
+    store_output(output, merged, results.skip_counts, row, b, h, n, d, T, C)
     if C.ENTRIES > 0:
         if tile == 0:
             settle_sinks(LAYER, row, b, h, NB, C)

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.contract import Slot
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
-from qattn_kernels.jit.rows import commit_row, in_window, load_row, queries_end, result_column
+from qattn_kernels.jit.rows import commit_rows, in_window, load_row, queries_end, result_column
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
@@ -241,18 +241,20 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
 def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, many, long, least, open,
                          STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
                          C: tl.constexpr):  # fmt: skip
-    """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split).
+    """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split), and one that
+    commits the lengths of all rows, after the last row.
 
     Queries are in the order of tokens, then heads. Splits and arguments are as in `ops.decode.kernel.decode_kernel`
     with one KV head. `K_GET`, `V_GET`: `get` of the formats of RoPE parts and of latents. `F`: the `Forms`."""
-    b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, split = tl.program_id(1), tl.program_id(2)
+    b, attends = tl.minimum(tl.program_id(0), B - 1), tl.program_id(0) < B
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
     _, _, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
-    if (split == splits - 1) & (tile == 0):
-        commit_row(ROWS, LAYER, row, b, B, T, C)
-    if used:
+    if (tl.program_id(0) == B) & (split == 0) & (tile == 0):
+        commit_rows(ROWS, LAYER, B, T, C)
+    if used & attends:
         scores, state = Scoring(*scoring), BlockState(*LAYER.blocks)
         queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
         q_pos = tl.where(real, row.length + n // C.G, -1)

@@ -13,7 +13,7 @@ from qattn_kernels.launch.constants import LATENT_COLUMNS, Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.ops.decode.launch import FEW, Merging, merge, results_of, scoring
+from qattn_kernels.ops.decode.launch import FEW, Merging, merge, results_of, scoring, splits_of
 from qattn_kernels.ops.decode.table import shares_of
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
@@ -57,9 +57,9 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     tuned = tuned_for(chip).decode
     # Fewer blocks a program, and waves that count open tokens, were not measured with latents.
     shares = shares_of(places, batch * tiles, size.BLOCK, 0, False, tuned)._replace(least=tuned.least, open=size.OPEN)
-    results = results_of(call, shares)
+    results = results_of(call, splits_of(call, shares))
     launch(
-        latent_decode_kernel, (batch, tiles, results[0].shape[1]),
+        latent_decode_kernel, (batch + 1, tiles, results[0].shape[1]),
         (call.query, call.query.stride()[:3]), call.rows, call.layer, results, call.blocks, batch, tokens,
         scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
