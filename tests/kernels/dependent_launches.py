@@ -26,7 +26,6 @@ WAIT, RELEASE = r"dependency_wait|griddepcontrol[._]wait", r"launch_dependents" 
 FOUND = re.compile(rf"(?P<wait>{WAIT})|(?P<release>{RELEASE})|tt\.(?P<load>load)|tt\.(?P<store>store|atomic_rmw)")
 
 
-
 def main(*methods: str) -> None:
     for method in methods:
         name, settings = split_method(method)

@@ -108,7 +108,8 @@ class Direct:
                 self.slots[i] = value
         first = ctypes.addressof(self.slots)
         self._places = (c_void_p * len(self.slots))(*[first + i * SLOT for i in range(len(self.slots))])
-        self.config = Config(*grid, THREADS * warps, 1, 1, shared, None, pointer(DEPENDENT) if dependent else None, dependent)
+        attributes = pointer(DEPENDENT) if dependent else None
+        self.config = Config(*grid, THREADS * warps, 1, 1, shared, None, attributes, dependent)
         self._config = byref(self.config)
 
     def __call__(self, stream: int) -> int:

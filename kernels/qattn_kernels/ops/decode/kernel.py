@@ -65,23 +65,52 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
         return tl.full([C.Q], NOTHING, tl.float32)
 
 
+@triton.jit
+def _nothing(C: tl.constexpr):
+    """Return the `Sums` and `Skips` of no token."""
+    SIDE: tl.constexpr = C.V
+    zeros, counts = tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32)
+    sums = Sums(tl.full([C.Q], NOTHING, tl.float32), zeros, tl.full([SIDE.DP, C.Q], 0, tl.float32))
+    return sums, Skips(zeros, counts, counts)
+
+
+@triton.jit
+def _open_part(K, V, pool, program, split, open, sums, skips, CODEC, C: tl.constexpr):
+    """Add the open tokens, the sinks or both that one of the first `open` splits reads to its `Sums` and `Skips`."""
+    if C.RING > 0:
+        if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the first takes fewer registers
+            sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
+    if C.ENTRIES > 0:
+        if split == open - 1:
+            sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
+    return sums, skips
+
+
+@triton.jit
+def _store_alone(OUTPUT, program, n, T, nonfinite, sums, C: tl.constexpr):
+    """Store the output of queries `n` whose only split has these `Sums`, as a merge would."""
+    SIDE: tl.constexpr = C.V
+    acc = tl.trans(tl.where(nonfinite[None, :], float("nan"), sums.acc))
+    merged, output = Parts(sums.m, sums.l, sums.l, acc), Output(OUTPUT[0], OUTPUT[1], None)
+    store_output(output, merged, None, program.row, program.b, program.h, n, tl.arange(0, SIDE.DP), T, C)
+
+
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least", "open"])
-def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, OUTPUT, NB, B, T, scoring, skip_limits, few, many, long, least, open, CODEC,
-                  STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, OUTPUT, NB, B, T, scoring, skip_limits, few, many, long, least, open,
+                  CODEC, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
     The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `open` is below
     `C.OPEN`, one split reads both. They start first: they can take longest. The others share a row's blocks evenly
-    (`blocks_per_split`); those that a short row does not need end at once. One more program, after the last head,
-    commits the lengths of all rows to `LAYER`: as part of a split it would make the others wait.
+    (`blocks_per_split`); those that a short row does not need end at once. The last one of the grid commits all lengths
+    to `LAYER`. If a row has one split, a separate program does, so that no row waits.
 
-    Programs read `ROWS`, which keeps each row as it was before the call. The mask bits cover masked tokens, and tokens
-    that were in the sink pool before the call.
+    The mask bits cover masked tokens, and tokens that were in the sink pool before the call.
 
     Args:
         QUERIES, scoring, CODEC: fields of a `QuerySource`, `Scoring` and `Codec`.
-        RESULTS: fields of the `Results` of several splits. OUTPUT: of one split, `out` and `lse` of an `Output`; else None.
-        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` before the call.
+        RESULTS: fields of a `Results`. OUTPUT: `out` and `lse` of an `Output` if a row has one split, else None.
+        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` as it was before the call.
         LAYER: the `launch.call.LayerTensors`. NB, B, T: capacity of a row in blocks, rows, tokens of the call.
         skip_limits: tau and budget of sparse V. few, many, long, least, open: `table.Shares`. STAGES: loads in flight.
     """
@@ -98,30 +127,21 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, OUTPUT, NB, B, T, scoring, skip
     sinks, state = LAYER.sinks, BlockState(*LAYER.blocks)
     pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == open - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
-    t = n // C.G
-    real = t < row.count
+    t, real = n // C.G, n // C.G < row.count
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
     blocks, per_split, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
-    if (tl.program_id(0) == B * C.H) & (tile == 0) & (split == 0):
+    if (tl.program_id(0) == tl.num_programs(0) - 1) & (tile == 0) & (split == splits - 1):
         commit_rows(ROWS, LAYER, B, T, C)
     if OUTPUT is None:  # one split alone stores results of rows without tokens too
         attends = attends & used
     if attends:
         scores = Scoring(*scoring)
         query, nonfinite = query_tile(q, scores.scale, C)
-        sums = Sums(
-            tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([V_SIDE.DP, C.Q], 0, tl.float32)
-        )
-        skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
+        sums, skips = _nothing(C)
         program = Program(b, h, bh, row, NB, PAGES, first_bits(state.dropped, PAGES, b, h, NB, C), q_pos, query, scores)
         if split < open:
-            if C.RING > 0:
-                if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the first takes fewer registers
-                    sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
-            if C.ENTRIES > 0:
-                if split == open - 1:
-                    sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
+            sums, skips = _open_part(K, V, pool, program, split, open, sums, skips, CODEC, C)
         else:
             limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))
             k_mean_scores = _k_mean_scores(LAYER.k_mean, program, C)
@@ -133,8 +153,6 @@ def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, OUTPUT, NB, B, T, scoring, skip
             sums, skips = packed_part(K, V, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
         release_next_kernel(C.DEPENDENT)
         if OUTPUT is not None:
-            acc = tl.trans(tl.where(nonfinite[None, :], float("nan"), sums.acc))
-            merged = Parts(sums.m, sums.l, sums.l, acc)
-            store_output(Output(OUTPUT[0], OUTPUT[1], None), merged, None, row, b, h, n, tl.arange(0, V_SIDE.DP), T, C)
+            _store_alone(OUTPUT, program, n, T, nonfinite, sums, C)
         else:
             store_split(Results(*RESULTS), bh, split, splits, n, T, real, nonfinite, sums, skips, C)

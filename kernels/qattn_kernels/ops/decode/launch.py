@@ -16,12 +16,12 @@ from qattn_kernels.launch.options import dependent, warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel
 from qattn_kernels.ops.decode.merge import merge_kernel
-from qattn_kernels.ops.decode.table import Shares, choose
+from qattn_kernels.ops.decode.table import Shares, choose, ends_alone
 
 LOG2E = math.log2(math.e)
 MERGED = 4096  # partial numbers that one warp holds at once, in half of its registers
 FEW = 8  # splits that a program of all channels loads first
-FEWEST = 4, FEW  # splits that a program of several queries merges at once
+FEWEST = 4  # splits that a program of several queries merges at once
 ONE_WARP = 16  # splits that one warp merges at once
 
 
@@ -36,12 +36,12 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
     splits = splits_of(call, tuned.shares)
-    alone = output_of(call)[:2] if splits == tuned.shares.few == 1 and _stores_output(call) else None
-    results = results_of(call, splits) if alone is None else None
+    single = splits == tuned.shares.few == 1 and ends_alone(size) and call.scores.sinks is None
+    alone, results = (output_of(call)[:2], None) if single else (None, results_of(call, splits))
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
     sparsity = call.spec.sparsity
     launch(
-        decode_kernel, (batch * size.H + 1, -(-rows // size.Q), splits),
+        decode_kernel, (batch * size.H + (alone is not None), -(-rows // size.Q), splits),
         (call.turned, call.turned.stride()[:3]), call.rows, call.layer, results, alone, call.blocks, batch, tokens,
         scoring(call), (sparsity.tau, sparsity.budget), *tuned.shares,
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
@@ -50,15 +50,6 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if alone is not None:
         return alone[0].transpose(1, 2), alone[1]
     return merge(call, results, tuned.shares, merging(size, tuned.shares))
-
-
-def _stores_output(call: Call) -> bool:
-    """Return whether a program that reads a whole row can store the call's output, without a merge.
-
-    The merge has more to do where values are rotated, sinks are pooled or learned, or sparse V counts."""
-    size = call.sizes
-    merges = size.ENTRIES > 0 or size.SPARSE_V or size.V.ROTATION is not None or call.scores.sinks is not None
-    return size.RING == 0 and not merges
 
 
 class Merging(NamedTuple):
@@ -87,10 +78,10 @@ def merging(size: Sizes, shares: Shares) -> Merging:
     of one query would not all run at once: a program of four queries takes 3.0 us in place of 3.8 (64 rows, 512 tokens,
     `int8`). The number of launched splits does not matter, because sums would depend on the capacity."""
     width, parts = size.V.DP, max(shares.few, shares.many) + shares.open
-    for loaded in FEWEST:
-        if parts <= loaded:
-            queries = min(power_of_two(size.G), max(1, MERGED // (loaded * width)))
-            return Merging(loaded, loaded, queries, width, warps_of(width, 1))
+    fewest = FEWEST if size.RING_PARTS <= 1 else FEW  # several programs read such a ring
+    if parts <= fewest:
+        queries = min(power_of_two(size.G), max(1, MERGED // (fewest * width)))
+        return Merging(fewest, fewest, queries, width, warps_of(width, 1))
     if shares.many <= ONE_WARP:
         return Merging(FEW, ONE_WARP, 1, width, warps_of(width, 1))
     if size.V.ROTATION is not None:

@@ -241,20 +241,18 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
 def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, many, long, least, open,
                          STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
                          C: tl.constexpr):  # fmt: skip
-    """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split), and one that
-    commits the lengths of all rows, after the last row.
+    """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split).
 
     Queries are in the order of tokens, then heads. Splits and arguments are as in `ops.decode.kernel.decode_kernel`
     with one KV head. `K_GET`, `V_GET`: `get` of the formats of RoPE parts and of latents. `F`: the `Forms`."""
-    tile, split = tl.program_id(1), tl.program_id(2)
-    b, attends = tl.minimum(tl.program_id(0), B - 1), tl.program_id(0) < B
+    b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
     _, _, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
-    if (tl.program_id(0) == B) & (split == 0) & (tile == 0):
+    if (b == B - 1) & (tile == 0) & (split == splits - 1):
         commit_rows(ROWS, LAYER, B, T, C)
-    if used & attends:
+    if used:
         scores, state = Scoring(*scoring), BlockState(*LAYER.blocks)
         queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
         q_pos = tl.where(real, row.length + n // C.G, -1)

@@ -59,7 +59,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     shares = shares_of(places, batch * tiles, size.BLOCK, 0, False, tuned)._replace(least=tuned.least, open=size.OPEN)
     results = results_of(call, splits_of(call, shares))
     launch(
-        latent_decode_kernel, (batch + 1, tiles, results[0].shape[1]),
+        latent_decode_kernel, (batch, tiles, results[0].shape[1]),
         (call.query, call.query.stride()[:3]), call.rows, call.layer, results, call.blocks, batch, tokens,
         scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
