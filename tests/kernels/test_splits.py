@@ -11,7 +11,7 @@ from qattn_hf.methods import get_method, list_methods
 from qattn_kernels.chip import DEFAULT, H200, Chip
 from qattn_kernels.launch.constants import sizes_of
 from qattn_kernels.launch.tuned import tuned_for
-from qattn_kernels.ops.decode.table import choose, shares_of
+from qattn_kernels.ops.decode.table import ALONE, choose, shares_of
 
 TUNED = tuned_for(H200).decode
 
@@ -73,3 +73,17 @@ def test_loads_in_flight_leave_room_for_other_programs(method: str, in_flight: i
     size = sizes_of(spec, 8, 4, 128, 1, spec.compute.decode == "int8", False, False)
     assert choose(size, spec, torch.bfloat16, 4, H200).stages == in_flight
     assert choose(size, spec, torch.bfloat16, 4, H200._replace(shared=1 << 20)).stages == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "few"),
+    [("int8", {}, 1), ("fp8", {}, 1), ("turbo", {}, 3), ("int8", {"rotate_v": "hadamard"}, 2)],
+)
+def test_one_program_reads_a_short_row_of_many(method: str, settings: dict[str, str], few: int):
+    """64 rows and 8 KV heads, if the program can store the output: no open tokens, no values to rotate."""
+    spec = get_method(method)(**settings).last_layer_spec(8)
+    size = sizes_of(spec, 8, 4, 128, 1, spec.compute.decode == "int8", False, False)
+    shares = choose(size, spec, torch.bfloat16, 64, H200).shares
+    assert shares.few == few
+    if few == 1:
+        assert shares.long * size.BLOCK == ALONE and shares.many > 1
