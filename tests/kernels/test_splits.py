@@ -77,13 +77,15 @@ def test_loads_in_flight_leave_room_for_other_programs(method: str, in_flight: i
 
 @pytest.mark.parametrize(
     ("method", "settings", "few"),
-    [("int8", {}, 1), ("fp8", {}, 1), ("turbo", {}, 3), ("int8", {"rotate_v": "hadamard"}, 2)],
+    [("int8", {}, 1), ("fp8", {}, 1), ("turbo", {}, 3), ("int8", {"sparse_v_tau": 0.01}, 2)],
 )
-def test_one_program_reads_a_short_row_of_many(method: str, settings: dict[str, str], few: int):
-    """64 rows and 8 KV heads, if the program can store the output: no open tokens, no values to rotate."""
+def test_one_program_reads_a_short_row_of_many(method: str, settings: dict[str, float], few: int):
+    """64 rows and 8 KV heads, if the program can store the output: no open tokens, and no counters of sparse V."""
     spec = get_method(method)(**settings).last_layer_spec(8)
     size = sizes_of(spec, 8, 4, 128, 1, spec.compute.decode == "int8", False, False)
     shares = choose(size, spec, torch.bfloat16, 64, H200).shares
     assert shares.few == few
     if few == 1:
         assert shares.long * size.BLOCK == ALONE and shares.many > 1
+        rotated = size._replace(V=size.V._replace(ROTATION="a rotation"))
+        assert choose(rotated, spec, torch.bfloat16, 64, H200).shares.few == 2

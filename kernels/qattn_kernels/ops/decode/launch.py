@@ -37,19 +37,19 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
     splits = splits_of(call, tuned.shares)
     single = splits == tuned.shares.few == 1 and ends_alone(size) and call.scores.sinks is None
-    alone, results = (output_of(call)[:2], None) if single else (None, results_of(call, splits))
+    output, results = output_of(call), () if single else results_of(call, splits)
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
     sparsity = call.spec.sparsity
     launch(
-        decode_kernel, (batch * size.H + (alone is not None), -(-rows // size.Q), splits),
-        (call.turned, call.turned.stride()[:3]), call.rows, call.layer, results, alone, call.blocks, batch, tokens,
-        scoring(call), (sparsity.tau, sparsity.budget), *tuned.shares,
+        decode_kernel, (batch * size.H + single, -(-rows // size.Q), splits),
+        (call.turned, call.turned.stride()[:3]), call.rows, call.layer, results, output[:2] if single else None,
+        call.blocks, batch, tokens, scoring(call), (sparsity.tau, sparsity.budget), *tuned.shares,
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip
-    if alone is not None:
-        return alone[0].transpose(1, 2), alone[1]
-    return merge(call, results, tuned.shares, merging(size, tuned.shares))
+    if not single:
+        merge(call, results, output, tuned.shares, merging(size, tuned.shares))
+    return output[0].transpose(1, 2), output[1]
 
 
 class Merging(NamedTuple):
@@ -121,16 +121,12 @@ def output_of(call: Call) -> tuple:
     return out, lse, call.scores.sinks
 
 
-def merge(call: Call, results: tuple, shares: Shares, config: Merging) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the splits of each query by their log-sum-exp.
-
-    Returns:
-        The results of `decode`."""
-    size, output = call.sizes, output_of(call)
+def merge(call: Call, results: tuple, output: tuple, shares: Shares, config: Merging) -> None:
+    """Merge the splits of each query by their log-sum-exp. `output`: of `output_of`, to be filled."""
+    size = call.sizes
     tiles = -(-call.tokens * size.G // config.queries) * (size.V.DP // config.channels)
     launch(
         merge_kernel, (tiles, size.H, call.batch), results, call.rows, call.layer, output,
         call.blocks, results[0].shape[1], call.tokens, *shares, *config[:4], size, num_warps=config.warps,
         enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip
-    return output[0].transpose(1, 2), output[1]

@@ -13,7 +13,7 @@ from qattn_kernels.launch.constants import LATENT_COLUMNS, Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.ops.decode.launch import FEW, Merging, merge, results_of, scoring, splits_of
+from qattn_kernels.ops.decode.launch import FEW, Merging, merge, output_of, results_of, scoring, splits_of
 from qattn_kernels.ops.decode.table import shares_of
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
@@ -64,7 +64,9 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return merge(call, results, shares, Merging(FEW, FEW, 1, size.V.DP, MERGE_WARPS))
+    output = output_of(call)
+    merge(call, results, output, shares, Merging(FEW, FEW, 1, size.V.DP, MERGE_WARPS))
+    return output[0].transpose(1, 2), output[1]
 
 
 def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tensor]:
