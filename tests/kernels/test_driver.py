@@ -13,7 +13,9 @@ import torch
 from helpers import DEVICE, make_layer
 
 from qattn_hf.layer.layer import QAttnLayer
-from qattn_kernels.launch import driver, plan
+from qattn_kernels.chip import H200, as_chip
+from qattn_kernels.launch import call, driver, plan
+from qattn_kernels.launch.constants import sizes_of
 from qattn_kernels.layer.scores import Scores
 
 SIGNATURE = {"X": "*fp32", "strides": ("i32", "constexpr", "i64"), "scale": "fp32", "C": "constexpr", "Y": ("*i8",)}
@@ -88,6 +90,18 @@ def test_a_dependent_kernel_is_launched_as_one(monkeypatch):
     assert launched(monkeypatch, library, launch_pdl=1) == []
     ((*_, attributes, _),) = library.seen
     assert attributes == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION is allowed
+
+
+@pytest.mark.parametrize(("library", "early"), [(Library(SIZES), True), (None, False)], ids=["12.4", "before"])
+def test_kernels_start_early_only_if_graphs_can_hold_them(monkeypatch, library, early):
+    monkeypatch.setattr(call, "driver", lambda: library)
+    spec = make_layer(("turbo", {})).spec
+    sizes = sizes_of(spec, 2, 2, 64, 1, False, False, False)._replace(PLAIN=False)
+    with as_chip(H200):
+        assert early == call._on_device(sizes, spec, torch.device("cuda"), True).DEPENDENT
+        assert not call._on_device(sizes, spec, torch.device("cuda"), False).DEPENDENT  # prompts never are
+    with as_chip(H200._replace(capability=(8, 9))):
+        assert not call._on_device(sizes, spec, torch.device("cuda"), True).DEPENDENT
 
 
 def test_addresses_that_changed_are_filled_in_and_others_stay(monkeypatch):

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qattn_kernels.chip import Chip, chip_of
+from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
+from qattn_kernels.launch.driver import driver
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.step import Step
@@ -147,10 +148,13 @@ def _multiplies_int8(spec: LayerSpec, short: bool) -> bool:
     return splits or spec.compute.decode == "int8"
 
 
-def _on_chip(sizes: Sizes, spec: LayerSpec, chip: Chip, short: bool) -> Sizes:
+def _on_device(sizes: Sizes, spec: LayerSpec, device: torch.device, short: bool) -> Sizes:
     """Return the constants of a short or long call with what depends on the GPU."""
+    chip = chip_of(device)
     shifts = (spec.k.core.fp8 or spec.v.core.fp8) and not chip.fp8
-    return sizes._replace(SHIFTS_FP8=shifts, DEPENDENT=short and chip.dependent and not sizes.PLAIN)
+    # CUDA graphs hold such launches from 12.3 on, and `driver` is None before 12.4. On a CPU kernels are only compiled.
+    launches = device.type != "cuda" or driver() is not None
+    return sizes._replace(SHIFTS_FP8=shifts, DEPENDENT=short and chip.dependent and launches and not sizes.PLAIN)
 
 
 def make_call(step: Step) -> Call:
@@ -162,7 +166,7 @@ def make_call(step: Step) -> Call:
     int8, columns = _multiplies_int8(spec, short), tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0, scores.window < 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
-    sizes = _on_chip(sizes, spec, chip_of(key.device), short)._replace(PAGED=table is not None)
+    sizes = _on_device(sizes, spec, key.device, short)._replace(PAGED=table is not None)
     pages = None if table is None else (table, state["block_len"].shape[1], state["dropped"].shape[2])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
