@@ -97,7 +97,7 @@ def test_one_split_stores_what_its_merge_would(case: Case, monkeypatch: pytest.M
     monkeypatch.setattr(launch, "merge", counted)
     found.append(run_steps(fused_step, case))
     assert merges == 0
-    monkeypatch.setattr(launch, "ends_alone", lambda size: False)
+    monkeypatch.setattr(launch, "ends_alone", lambda *_: False)
     found.append(run_steps(fused_step, case))
     assert merges == len(CUTS) - 1  # the call of 62 tokens is no decode
     (layer, alone), (other, several) = found

@@ -191,7 +191,8 @@ def test_every_method_target_and_head_dim_compiles_once():
     """The kernels that read tiles. `eval/compile_for.py` compiles the others too."""
     rows = compiled(TARGETS, list_methods(), DIMS, "attend", "decode_kernel")
     made = [row for row in rows if "refused" not in row]
-    assert [row["kernels"] for row in made] == [2] * len(made)
+    alone = {"int8", "fp8"}  # with many short rows, one program reads a whole row and stores the output
+    assert [row["kernels"] for row in made] == [2 + (row["way"] in alone) for row in made]
     assert {row["way"] for row in rows if "refused" in row} <= {"sage2"}
     assert max(row["stack"] for row in made) <= MOST_STACK
 

@@ -36,7 +36,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
     splits = splits_of(call, tuned.shares)
-    single = splits == tuned.shares.few == 1 and ends_alone(size) and call.scores.sinks is None
+    single = splits == tuned.shares.few == 1 and ends_alone(size, call.spec) and call.scores.sinks is None
     output, results = output_of(call), () if single else results_of(call, splits)
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
     sparsity = call.spec.sparsity

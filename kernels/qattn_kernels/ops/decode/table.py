@@ -110,16 +110,18 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     shares = shares_of(
         chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.RING_PARTS, size.OPEN > size.RING_PARTS, tuned
     )
-    if shares.few <= TOGETHER and ends_alone(size):
+    if shares.few <= TOGETHER and ends_alone(size, spec):
         shares = shares._replace(few=1, long=ALONE // size.BLOCK)
     return Launch(shares, warps, stages, most)
 
 
-def ends_alone(size: Sizes) -> bool:
+def ends_alone(size: Sizes, spec: LayerSpec) -> bool:
     """Return whether a program that reads a whole row can store the output of a layer without learned sinks.
 
-    A merge has more to do where open tokens or sinks have a program, values are rotated, or sparse V counts."""
-    return not size.OPEN and not size.SPARSE_V and size.V.ROTATION is None
+    A merge has more to do where open tokens or sinks have a program, values are rotated, or sparse V counts.
+    Unquantized values were not measured."""
+    merges = size.OPEN or size.SPARSE_V or size.V.ROTATION is not None
+    return not merges and not spec.v.in_model_precision
 
 
 def shares_of(places: int, heads: int, block: int, ring: int, pool: bool, tuned: Decode) -> Shares:
