@@ -80,7 +80,7 @@ def test_programs_of_any_shape_have_equal_results(case: Case, sinks: bool, monke
 
 @pytest.mark.parametrize("case", [INT8, ("fp8", {})], ids=str)
 def test_one_split_stores_what_its_merge_would(case: Case, monkeypatch: pytest.MonkeyPatch):
-    """A program that reads a whole row writes the call's output itself, that of rows without tokens too."""
+    """A program that reads a whole row stores the call's output itself, also for rows without tokens."""
     choose, merge = launch.choose, launch.merge
     merges, found = 0, []
 

@@ -25,23 +25,18 @@ def in_window(pos, q_pos, window, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def load_row(rows, b):
-    """Load the `Row` of row `b` from `rows`, int32 `[B, ROW_FIELDS]`, which `store_row` wrote."""
-    at = rows + b * ROW_FIELDS
-    return Row(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
+def load_row(rows, b, there=None):
+    """Load the `Row` of row `b` from `rows`, int32 `[B, ROW_FIELDS]`, which `store_row` wrote.
 
-
-@triton.jit
-def _load_rows(rows, b, there):
-    """Load the rows `b` where `there` is true, as `load_row` does. Others are zeros."""
+    For several rows `b`, fields have a number for each. Fields of a row where `there` is false are undefined."""
     at = rows + b * ROW_FIELDS
     return Row(
-        tl.load(at, mask=there, other=0),
-        tl.load(at + 1, mask=there, other=0),
-        tl.load(at + 2, mask=there, other=0),
-        tl.load(at + 3, mask=there, other=0),
-        tl.load(at + 4, mask=there, other=0),
-        tl.load(at + 5, mask=there, other=0),
+        tl.load(at, mask=there),
+        tl.load(at + 1, mask=there),
+        tl.load(at + 2, mask=there),
+        tl.load(at + 3, mask=there),
+        tl.load(at + 4, mask=there),
+        tl.load(at + 5, mask=there),
     )
 
 
@@ -154,7 +149,7 @@ def commit_rows(ROWS, LAYER, B, columns, C: tl.constexpr):
     for begin in range(0, B, COMMITTED):
         b = begin + tl.arange(0, COMMITTED)
         there = b < B
-        row = _load_rows(ROWS, b, there)
+        row = load_row(ROWS, b, there)
         overflow = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW, mask=there, other=0)
         longest = tl.load(state.longest + b, mask=there, other=0)
         overflowed = tl.load(state.overflow + b, mask=there, other=0)
@@ -165,8 +160,8 @@ def commit_rows(ROWS, LAYER, B, columns, C: tl.constexpr):
         tl.store(state.longest + b, tl.maximum(longest, length), mask=there)
         tl.store(state.overflow + b, overflowed + tl.maximum(overflow, 0), mask=there)
         # columns up to the end of the row's padding
-        padded = tl.where(there & (row.first + row.count < columns), columns, row.first)
-        padding = tl.maximum(padding, tl.max(padded, 0))
+        padded = tl.where(row.first + row.count < columns, columns, row.first)
+        padding = tl.maximum(padding, tl.max(tl.where(there, padded, 0), 0))
     tl.store(state.columns_seen, columns_seen + columns)
     if padding > 0:
         tl.store(state.padded, columns_seen + padding)

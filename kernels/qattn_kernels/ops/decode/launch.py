@@ -96,7 +96,7 @@ def scoring(call: Call) -> tuple[float, float, int, float]:
 
 
 def splits_of(call: Call, shares: Shares) -> int:
-    """Return the splits of a launch, including those of open tokens."""
+    """Return the number of splits of a launch, with the splits that read open tokens."""
     few, many, long, _, opened = shares
     most = few if call.blocks < few * long else max(few, many)
     return min(most, call.blocks) + opened
