@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 from helpers import Case, case_id, make_layer
-from kernel_cases import FORMATS, INT8, KIVI, TURBO
-from test_fused_kernels import differing, feed, inputs
+from kernel_cases import FORMATS, INT8, KIVI, NONE, TURBO
+from test_fused_kernels import closes_again, differing, feed, inputs
 
 from qattn_kernels.ops.append import launch as append
+from qattn_kernels.ops.decode import launch as decode
+from qattn_kernels.step import kernels
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
 
@@ -68,3 +70,22 @@ def test_a_block_closes_by_a_token_of_the_next_one(case: Case):
     feed(fused_step, other, qkv, cuts)
     assert int(other.state["closed"][0]) > 0
     assert differing(one, other) == []
+
+
+@pytest.mark.parametrize("case", [INT8, ("fp8", {}), NONE], ids=case_id)
+def test_a_decode_writes_what_an_append_would(case: Case, monkeypatch):
+    """Bits and outputs are equal: in rows without a token, of a token that is not finite, and after a crop."""
+    qkv, launched, layers, outs = inputs(2, 70), [], [], []
+    qkv[1][1, 0, 65, 1] = qkv[2][0, 1, 63, 0] = math.nan
+    monkeypatch.setattr(kernels, "append", lambda call: (launched.append(call.tokens), append.append(call)))
+    for _ in range(2):
+        layers.append(make_layer(case, 192))
+        outs.append(feed(fused_step, layers[-1], qkv, [1, 2, 3, 62, 63, 64, 65, 66, 70], first=2))
+        layers.append(make_layer(case, 192))
+        closes_again(fused_step, layers[-1], qkv, inputs(2, 70, seed=1), [2, 3])
+        monkeypatch.setattr(decode, "takes_token", lambda *_: False)
+    assert differing(layers[0], layers[2]) == differing(layers[1], layers[3]) == []
+    assert launched.count(1) == 9  # the second time alone
+    for one, other in zip(*outs, strict=True):
+        # the same operations, but a compiler may fuse other multiplications and additions: some units in the last place
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, equal_nan=True)

@@ -33,7 +33,8 @@ def compiled() -> list[list[str]]:
 @pytest.mark.parametrize("method", MOST)
 def test_ten_shapes_compile_each_kernel_once(compiled: list[list[str]], method: str):
     kernels = Counter(name for served, when, name in compiled if (served, when) == (method, "cold"))
-    assert {"long_kernel", "short_kernel", "decode_kernel", "merge_kernel"} <= set(kernels)
+    assert {"long_kernel", "decode_kernel", "merge_kernel"} <= set(kernels)
+    assert ("short_kernel" in kernels) == (method != "int8")  # without a ring, the decode appends
     assert all(count <= SEVERAL.get(name, 1) for name, count in kernels.items()), kernels
     assert kernels.total() <= MOST[method]
 

@@ -11,7 +11,7 @@ from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.step import Step, Tensors
 from qattn_kernels.layout import State
 from qattn_kernels.ops.append.launch import append, append_long, call_mean, empty_unpacked, finish, rank, unpack_past
-from qattn_kernels.ops.decode.launch import decode
+from qattn_kernels.ops.decode.launch import appends, decode
 from qattn_kernels.ops.latent import launch as latent
 from qattn_kernels.ops.prefill.launch import prefill, with_room
 from qattn_kernels.ops.rotate import launch as rotate
@@ -42,7 +42,8 @@ def run_step(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     spec, scores = step.memory.spec, step.scores
     if step.query.shape[2] <= SHORT_CALL:
         call = rotate.inside(make_call(step))
-        append(call)
+        if not appends(call):
+            append(call)
         return latent.decode(call) if spec.latent else decode(call)
     query, key, value = rotated(*step[:3], spec.compute, step.memory.state, rotate.rotate)
     call = make_call(step._replace(query=query, key=key, value=value))

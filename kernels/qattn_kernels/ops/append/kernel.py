@@ -138,6 +138,15 @@ def _place(S, source, masks, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
     return place
 
 
+@triton.jit(noinline=True)
+def _clear_after(S, last, block, PUT: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+    """Overwrite the tokens of a block after row position `last` with zeros. Not inlined, because few steps do it."""
+    home, t = block.home, tl.arange(0, C.BLOCK)
+    empty, old = tl.full([C.BLOCK, SIDE.DP], 0.0, tl.float32), block.start + t > last
+    slot = Slot(home.b, block.h, home.index, home.capacity, block.h)
+    PUT(S, Tokens(empty, tl.max(empty, 1), old, old, t), slot, SIDE, C)
+
+
 @triton.jit
 def _put_tokens(S, x, arrivals, stale, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
     """Write the `Arrivals` of a block to the ring, or to the arenas if the format has no ring.
@@ -147,12 +156,10 @@ def _put_tokens(S, x, arrivals, stale, block, codec, SIDE: tl.constexpr, C: tl.c
     home, pos, new = block.home, arrivals.pos, arrivals.new
     code, scale = codec.quantize_tokens(x)
     if C.RING == 0:
-        slot, t = Slot(home.b, block.h, home.index, home.capacity, block.h), tl.arange(0, C.BLOCK)
+        slot = Slot(home.b, block.h, home.index, home.capacity, block.h)
         codec.put(S, Tokens(code, scale, new, new, pos - block.start), slot, SIDE, C)
         if stale:
-            empty = tl.full([C.BLOCK, SIDE.DP], 0.0, tl.float32)
-            behind = block.start + t > tl.max(tl.where(new, pos, 0), 0)
-            codec.put(S, Tokens(empty, tl.max(empty, 1), behind, behind, t), slot, SIDE, C)
+            _clear_after(S, tl.max(tl.where(new, pos, 0), 0), block, codec.put, SIDE, C)
     else:
         to_ring(S, code, scale, pos, new, block.bh, SIDE, C)
 
@@ -214,20 +221,19 @@ def _flags(DROPPED, PAGES, b, h, index, home, NB, C: tl.constexpr):
 
 
 @triton.jit
-def note_block(ROWS, SPANS, span_stride, blocks, block, j, C: tl.constexpr):
-    """Store the facts that all heads share; only programs of head 0 write.
+def note_row(ROWS, SPANS, span_stride, row, b):
+    """Store the `Row` for later kernels, followed by the count of tokens that do not fit. One program per row does."""
+    store_row(ROWS, b, row)
+    tl.store(ROWS + b * ROW_FIELDS + OVERFLOW, tl.load(SPANS + b * span_stride + 1) - row.count)
 
-    The first program of a row stores the `Row` for later kernels, followed by the count of tokens that do not fit. If
-    block `j` of the open span closes, its program also stores the block's position and length."""
-    b, row = block.b, block.row
-    if block.h == 0:
-        if j == 0:
-            store_row(ROWS, b, row)
-            tl.store(ROWS + b * ROW_FIELDS + OVERFLOW, tl.load(SPANS + b * span_stride + 1) - row.count)
-        if block.closes:
-            at = block.home.b * block.home.capacity + block.home.index
-            tl.store(blocks.block_pos + at, row.open_start + j * C.BLOCK)
-            tl.store(blocks.block_len + at, C.BLOCK)
+
+@triton.jit
+def note_block(blocks, block, C: tl.constexpr):
+    """Store the position and length of a block that closes, which all heads share: the program of head 0 does."""
+    if block.closes & (block.h == 0):
+        at = block.home.b * block.home.capacity + block.home.index
+        tl.store(blocks.block_pos + at, block.start)
+        tl.store(blocks.block_len + at, C.BLOCK)
 
 
 @triton.jit
@@ -242,17 +248,17 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 
 @triton.jit
-def _early_token(source, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.constexpr):
+def early_token(source, b, h, NEW: tl.constexpr, RAW: tl.constexpr, C: tl.constexpr):
     """Load the new token of a one-token step before the row is known.
 
-    Returns the result of `new_tokens`, or the raw result of `load_new` when the token must be rotated. Rotation waits
-    until the row is known, so that programs without the token do not pay for it."""
+    Returns the result of `new_tokens`, or with `RAW` that of `load_new`. Rotation and checks then wait until the row is
+    known, so that programs without the token do not pay for them."""
     only = tl.arange(0, NEW)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     k = load_new(source.key, source.k_strides, b, h, only, only == 0, 0, K_SIDE)
     v = load_new(source.value, source.v_strides, b, h, only, only == 0, 0, V_SIDE)
-    if ROTATES:
+    if RAW:
         return k, v, only < 0
     else:
         return checked_tokens(k, v, source, h, only == 0, C)
@@ -278,13 +284,13 @@ class Arrivals(NamedTuple):
 
 
 @triton.jit
-def _arrivals(early, source, block, NEW: tl.constexpr, EARLY: tl.constexpr, ROTATES: tl.constexpr, C: tl.constexpr):
-    """Return the `Arrivals` of a block. `early`: what `_early_token` loaded, if `EARLY`."""
+def _arrivals(early, source, block, NEW: tl.constexpr, EARLY: tl.constexpr, RAW: tl.constexpr, C: tl.constexpr):
+    """Return the `Arrivals` of a block. `early`: what `early_token` loaded, if `EARLY`."""
     row = block.row
     fresh = tl.maximum(row.length, block.start)
     pos = fresh + tl.arange(0, NEW)
     new = pos < tl.minimum(row.length + row.count, block.start + C.BLOCK)
-    if EARLY and ROTATES:
+    if EARLY and RAW:
         k, v, bad = checked_tokens(early[0], early[1], source, block.h, new, C)
     elif EARLY:
         k, v, bad = early[0], early[1], early[2] & new
@@ -293,12 +299,60 @@ def _arrivals(early, source, block, NEW: tl.constexpr, EARLY: tl.constexpr, ROTA
     return Arrivals(k, v, pos, fresh, new, bad, tl.sum(bad.to(tl.int32) << tl.arange(0, NEW), 0))
 
 
+@triton.jit
+def open_block(LAYER, row, b, h, j, NB, C: tl.constexpr):
+    """Return block `j` of the open span of a row and head, as a `Block`."""
+    start, index = row.open_start + j * C.BLOCK, row.closed + j
+    used = (start < row.length + row.count) & (index < NB)  # stay inside the arenas
+    home = _home(LAYER.pages, b, index, NB, C)
+    flags = _flags(BlockState(*LAYER.blocks).dropped, LAYER.pages, b, h, index, home, NB, C)
+    return Block(b, h, b * C.H + h, row, index, home, start, used, (j < row.closing) & used, flags)
+
+
+@triton.jit
+def _drop_broken(LAYER, tokens, block, C: tl.constexpr):
+    """Mask the `Arrivals` of a block that are not finite."""
+    t, blocks = tl.arange(0, C.BLOCK), BlockState(*LAYER.blocks)
+    old = slot_bits(block.flags, block.home.index * C.BLOCK + t)
+    gone = old | _bad_at(block.start + t, tokens.fresh, tokens.bits)
+    tl.debug_barrier()  # read every bit before writing any byte
+    drop_bits(block.flags, blocks.nonfinite, gone, tokens.bad, block.home.index, block.bh, C)
+
+
+@triton.jit
+def _write(LAYER, tokens, block, part, parts, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, C: tl.constexpr):
+    """Write the `Arrivals` of a block: the part of keys, of values or both, and the mask bits."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    if (part == 0) & (tokens.bits != 0):
+        _drop_broken(LAYER, tokens, block, C)
+    stale = block.row.length < tl.load(RowState(*LAYER.rows).longest + block.b)
+    # the pool reads both sides of a closing block, new tokens included
+    both = block.closes & (part == 0) if C.ENTRIES > 0 else part < 0
+    if part == 0:
+        _put_tokens(LAYER.k, tokens.k, tokens, stale, block, Codec(*K_CODEC), K_SIDE, C)
+    if (part == parts - 1) | both:
+        _put_tokens(LAYER.v, tokens.v, tokens, stale, block, Codec(*V_CODEC), V_SIDE, C)
+
+
+@triton.jit
+def append_token(LAYER, source, early, row, b, h, NB, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, C: tl.constexpr):
+    """Write a row's new token, which `early_token` loaded raw, to the arenas of a format without a ring."""
+    block = open_block(LAYER, row, b, h, 0, NB, C)
+    note_block(BlockState(*LAYER.blocks), block, C)
+    part = tl.minimum(h, 0)  # zero: the program writes both sides
+    _write(LAYER, _arrivals(early, source, block, 1, True, True, C), block, part, part + 1, K_CODEC, V_CODEC, C)
+    tl.debug_barrier()  # the threads that read the block are not those that wrote the token
+
+
 @triton.jit(do_not_specialize=["span_stride", "NB", "T", "parts"])
 def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts, K_CODEC, V_CODEC, NEW: tl.constexpr,
                  EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Append up to `NEW` tokens and pack full blocks. One program per (head, row, part of a block of the open span).
 
-    All programs read the row lengths, so the decode commits them. `SinkTensors.moved` tells it which sinks moved.
+    If a call of one token packs single blocks, the program of the token's block also packs the first block of the span.
+
+    All programs read the row lengths, so a kernel after the decode commits them. `SinkTensors.moved` tells it which sinks moved.
 
     Args:
         SOURCE, K_CODEC, V_CODEC: fields of a `Source` and of two `Codec`.
@@ -312,40 +366,32 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
     await_previous_kernel(C.DEPENDENT)
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
-    source, blocks, K, V = Source(*SOURCE), BlockState(*LAYER.blocks), LAYER.k, LAYER.v
-    row = row_before(LAYER, SPANS, span_stride, b, NB, C)
-    longest = tl.load(RowState(*LAYER.rows).longest + b)
+    source, row = Source(*SOURCE), row_before(LAYER, SPANS, span_stride, b, NB, C)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     ROTATES: tl.constexpr = K_SIDE.ROTATION is not None or V_SIDE.ROTATION is not None
+    APART: tl.constexpr = C.ONE_TOKEN and C.SPAN == C.BLOCK and C.RESIDUAL > 0  # the block that closes has no new token
     early = None
     if EARLY:  # a load after the row would make every step wait twice
-        early = _early_token(source, b, h, NEW, ROTATES, C)
-    start, index, bh = row.open_start + j * C.BLOCK, row.closed + j, b * C.H + h
-    used = (start < row.length + row.count) & (index < NB)  # stay inside the arenas
-    home = _home(LAYER.pages, b, index, NB, C)
-    flags = _flags(blocks.dropped, LAYER.pages, b, h, index, home, NB, C)
-    block = Block(b, h, bh, row, index, home, start, used, (j < row.closing) & used, flags)
+        early = early_token(source, b, h, NEW, ROTATES, C)
+    if APART:
+        j = (row.length - row.open_start) // C.BLOCK
+    block = open_block(LAYER, row, b, h, j, NB, C)
+    closing = block
+    if APART:
+        closing = open_block(LAYER, row, b, h, 0, NB, C)
     if part == 0:
-        note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
-    if used & (block.closes | (start + C.BLOCK > row.length)):  # a block of old tokens that stays open does not change
+        if (h == 0) & (i == 0):
+            note_row(ROWS, SPANS, span_stride, row, b)
+        note_block(BlockState(*LAYER.blocks), closing, C)
+    # a block of old tokens that stays open does not change
+    if block.used & (block.closes | (block.start + C.BLOCK > row.length)):
         tokens = _arrivals(early, source, block, NEW, EARLY, ROTATES, C)
-        if (part == 0) & (tokens.bits != 0):
-            t = tl.arange(0, C.BLOCK)
-            gone = slot_bits(flags, home.index * C.BLOCK + t) | _bad_at(start + t, tokens.fresh, tokens.bits)
-            tl.debug_barrier()  # read every bit before writing any byte
-            drop_bits(flags, blocks.nonfinite, gone, tokens.bad, home.index, bh, C)
-        stale = row.length < longest
-        # the pool reads both sides of a closing block, new tokens included
-        both = block.closes & (part == 0) if C.ENTRIES > 0 else part < 0
-        if part == 0:
-            _put_tokens(K, tokens.k, tokens, stale, block, Codec(*K_CODEC), K_SIDE, C)
-        if (part == parts - 1) | both:
-            _put_tokens(V, tokens.v, tokens, stale, block, Codec(*V_CODEC), V_SIDE, C)
+        _write(LAYER, tokens, block, part, parts, K_CODEC, V_CODEC, C)
         if C.RING > 0:
-            if block.closes:
+            if closing.closes:
                 tl.debug_barrier()  # the threads that read the block are not those that wrote its last tokens
-                _close(LAYER, tokens.fresh, tokens.bits, source, block, NB, part, parts, K_CODEC, V_CODEC, C)
+                _close(LAYER, tokens.fresh, tokens.bits, source, closing, NB, part, parts, K_CODEC, V_CODEC, C)
     if K_SIDE.ROTATION is not None:
         if i == tl.num_programs(2) - 1:
             rotate_queries(QUERIES, b, h, T, C)

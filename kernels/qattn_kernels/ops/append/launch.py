@@ -63,9 +63,9 @@ def call_mean(call: Call) -> None:
 def append(call: Call) -> None:
     """Write the tokens of a short call and pack full blocks.
 
-    Also chooses sinks, and the heads that get 2 bits. The decode that follows commits the row lengths."""
+    Also chooses sinks, and the heads that get 2 bits. The kernels that follow commit the row lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
-    rotates, blocks = call.sizes.K.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
+    rotates, blocks = call.sizes.K.ROTATION is not None, _blocks(call)
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
     # one more program per head and row rotates the queries, unless it would wait for a free multiprocessor
@@ -86,6 +86,16 @@ def append(call: Call) -> None:
         call.source, *call.spans, call.layer, call.rows, call.blocks, queries, call.tokens, parts, _codec(k), _codec(v),
         power_of_two(call.tokens), early, call.sizes, **options, **dependent(call.sizes),
     )  # fmt: skip
+
+
+def _blocks(call: Call) -> int:
+    """Return the blocks of the open span that have programs in a short call.
+
+    One new token is in one block. If single blocks are packed, its program also packs the row's first open block: a
+    program for each block of KIVI's span would end at once in most steps."""
+    if call.sizes.ONE_TOKEN and call.sizes.SPAN == call.sizes.BLOCK:
+        return 1
+    return open_span_blocks(call.spec.window, call.tokens)
 
 
 def _short_codes(size: Sizes) -> dict[str, int]:

@@ -17,7 +17,7 @@ from qattn_kernels.jit.rows import commit_rows, load_row, settle_sinks, slot_bit
 from qattn_kernels.jit.tokens import Source, new_tokens, new_tokens_of, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
-from qattn_kernels.ops.append.kernel import Block, BlockHome, Codec, drop_bits, note_block, own_place, to_ring
+from qattn_kernels.ops.append.kernel import Block, BlockHome, Codec, drop_bits, note_block, note_row, own_place, to_ring
 from qattn_kernels.ops.append.smooth import minus_mean
 from qattn_kernels.ops.prefill.value_factors import Factors, write_factors
 
@@ -234,7 +234,9 @@ def long_kernel(SOURCE, SPANS, span_stride, LAYER, K_MEAN, UNPACKED, ROWS, NB, o
         chosen = LAYER.sinks.chosen + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8)
     block = Block(b, h, bh, row, index, BlockHome(b, index, NB), start, used, (j < closing) & used, flags)
     if part == 0:
-        note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
+        if (h == 0) & (j == 0):
+            note_row(ROWS, SPANS, span_stride, row, b)
+        note_block(blocks, block, C)
     call = LongBlock(Source(*SOURCE), blocks.nonfinite, UnpackedTensors(*UNPACKED), block, chosen, K_MEAN)
     _long_block(LAYER.k, LAYER.v, call, part, Codec(*K_CODEC), Codec(*V_CODEC), PARTS, C)
 

@@ -21,7 +21,10 @@ import triton.language as tl
 from qattn_kernels.jit.dependent import await_previous_kernel, release_next_kernel
 from qattn_kernels.jit.math import NOTHING
 from qattn_kernels.jit.rows import commit_rows, first_bits, load_row, locate, queries_end
+from qattn_kernels.jit.tokens import Source, row_before
 from qattn_kernels.layout import BlockState
+from qattn_kernels.ops.append.kernel import Codec as Append
+from qattn_kernels.ops.append.kernel import append_token, early_token, note_row
 from qattn_kernels.ops.decode.merge import Output, Parts, store_output
 from qattn_kernels.ops.decode.open_tokens import SinkPool, last_sink, ring_part, sink_part, sink_scores
 from qattn_kernels.ops.decode.parts import (
@@ -75,15 +78,53 @@ def _nothing(C: tl.constexpr):
 
 
 @triton.jit
-def _open_part(K, V, pool, program, split, open, sums, skips, CODEC, C: tl.constexpr):
+def _open_part(LAYER, pool, program, split, open, sums, skips, CODEC, C: tl.constexpr):
     """Add the open tokens, the sinks or both that one of the first `open` splits reads to its `Sums` and `Skips`."""
     if C.RING > 0:
         if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the first takes fewer registers
-            sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
+            sums, skips = ring_part(LAYER.k, LAYER.v, program, split, sums, skips, Codec(*CODEC), C)
     if C.ENTRIES > 0:
         if split == open - 1:
             sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
     return sums, skips
+
+
+@triton.jit
+def _homes(LAYER, b, h, CODEC, C: tl.constexpr):
+    """Return the `Homes` of a head."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    _, k_head, k_low = locate(LAYER.k, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
+    _, v_head, v_low = locate(LAYER.v, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
+    return Homes(HeadHome(k_head, k_low), HeadHome(v_head, v_low))
+
+
+@triton.jit
+def _take_token(NEW, span_stride, ROWS, LAYER, early, row, bh, split, last, NB, CODEC, C: tl.constexpr):
+    """Store the `Row` if this is split 0 of head 0, and write the row's new token if this split reads its `last` block.
+
+    Arguments are those of `decode_kernel`. `early`: what `early_token` loaded."""
+    b, h = bh // C.H, bh % C.H
+    if (h == 0) & (split == 0):
+        note_row(ROWS, NEW[4], span_stride, row, b)
+    if last & (row.count > 0):
+        append_token(LAYER, Source(NEW[0], NEW[1], NEW[2], NEW[3]), early, row, b, h, NB,
+                     Append(Codec(*CODEC).k_quantize, None, None, Codec(*CODEC).k_put, None, None),
+                     Append(Codec(*CODEC).v_quantize, None, None, Codec(*CODEC).v_put, None, None), C)  # fmt: skip
+
+
+@triton.jit
+def _blocks_part(LAYER, program, pool, begin, end, share, homes, sums, skips, CODEC, STAGES: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    """Add the packed blocks from `begin` to `end` to the `Sums` and `Skips`. `share`: as in `SkipLimits`."""
+    state, scores = BlockState(*LAYER.blocks), program.scoring
+    limits = SkipLimits(scores.tau, scores.budget, share)
+    k_mean_scores = _k_mean_scores(LAYER.k_mean, program, C)
+    known = _sink_mass(pool, program, Codec(*CODEC), C)
+    rows = 0 if C.PAGED else program.b * program.capacity
+    pos, length = state.block_pos + rows, state.block_len + rows
+    packed = Blocks(begin, end, pos, length, LAYER.sinks.moved, k_mean_scores, limits, known)
+    return packed_part(LAYER.k, LAYER.v, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
 
 
 @triton.jit
@@ -95,62 +136,59 @@ def _store_alone(OUTPUT, program, n, T, nonfinite, sums, C: tl.constexpr):
     store_output(output, merged, None, program.row, program.b, program.h, n, tl.arange(0, SIDE.DP), T, C)
 
 
-@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least", "open"])
-def decode_kernel(QUERIES, ROWS, LAYER, RESULTS, OUTPUT, NB, B, T, scoring, skip_limits, few, many, long, least, open,
+@triton.jit(do_not_specialize=["span_stride", "NB", "T", "few", "many", "long", "least", "open"])
+def decode_kernel(QUERIES, NEW, span_stride, ROWS, LAYER, RESULTS, OUTPUT, NB, T, scoring, few, many, long, least, open,
                   CODEC, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
     The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `open` is below
     `C.OPEN`, one split reads both. They start first: they can take longest. The others share a row's blocks evenly
-    (`blocks_per_split`); those that a short row does not need end at once. The last one of the grid commits all lengths
-    to `LAYER`. If a row has one split, a separate program does, so that no row waits.
-
-    The mask bits cover masked tokens, and tokens that were in the sink pool before the call.
+    (`blocks_per_split`); those that a short row does not need end at once. The merge commits all lengths to `LAYER`.
+    Without a merge, the last program of the grid does. The mask bits cover masked tokens, and tokens that were in the
+    sink pool before the call.
 
     Args:
         QUERIES, scoring, CODEC: fields of a `QuerySource`, `Scoring` and `Codec`.
+        NEW: fields of a `Source`, then `SPANS` of `short_kernel`, if the decode appends; None after an append. The
+            split that reads a row's last block then writes the token first. span_stride: as in `short_kernel`.
         RESULTS: fields of a `Results`. OUTPUT: `out` and `lse` of an `Output` if a row has one split, else None.
-        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` as it was before the call.
-        LAYER: the `launch.call.LayerTensors`. NB, B, T: capacity of a row in blocks, rows, tokens of the call.
-        skip_limits: tau and budget of sparse V. few, many, long, least, open: `table.Shares`. STAGES: loads in flight.
+        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` as it was before the call. A decode that appends stores it.
+        LAYER: the `launch.call.LayerTensors`. NB, T: capacity of a row in blocks, tokens of the call.
+        few, many, long, least, open: `table.Shares`. STAGES: loads in flight.
     """
-    K_SIDE: tl.constexpr = C.K
-    V_SIDE: tl.constexpr = C.V
     tile, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    bh, attends = tl.minimum(tl.program_id(0), B * C.H - 1), tl.program_id(0) < B * C.H
+    heads = tl.num_programs(0) if OUTPUT is None else tl.num_programs(0) - 1  # the last program commits
+    bh, attends = tl.minimum(tl.program_id(0), heads - 1), tl.program_id(0) < heads
     await_previous_kernel(C.DEPENDENT)
     b, h = bh // C.H, bh % C.H
-    row, K, V, PAGES = load_row(ROWS, b), LAYER.k, LAYER.v, LAYER.pages
+    row = load_row(ROWS, b) if NEW is None else row_before(LAYER, NEW[4], span_stride, b, NB, C)
+    if NEW is not None:
+        early = early_token(Source(NEW[0], NEW[1], NEW[2], NEW[3]), b, h, 1, True, C)
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
-    _, k_head, k_low = locate(K, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
-    _, v_head, v_low = locate(V, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
-    sinks, state = LAYER.sinks, BlockState(*LAYER.blocks)
+    homes = _homes(LAYER, b, h, CODEC, C)
+    sinks, dropped, PAGES = LAYER.sinks, BlockState(*LAYER.blocks).dropped, LAYER.pages
     pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == open - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t, real = n // C.G, n // C.G < row.count
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
     blocks, per_split, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
-    if (tl.program_id(0) == tl.num_programs(0) - 1) & (tile == 0) & (split == splits - 1):
-        commit_rows(ROWS, LAYER, B, T, C)
+    if NEW is not None:
+        _take_token(NEW, span_stride, ROWS, LAYER, early, row, bh, split, (begin < end) & (end == blocks), NB, CODEC, C)
     if OUTPUT is None:  # one split alone stores results of rows without tokens too
         attends = attends & used
+    elif ~attends & (tile == 0):
+        commit_rows(ROWS, LAYER, heads // C.H, T, C)
     if attends:
         scores = Scoring(*scoring)
         query, nonfinite = query_tile(q, scores.scale, C)
         sums, skips = _nothing(C)
-        program = Program(b, h, bh, row, NB, PAGES, first_bits(state.dropped, PAGES, b, h, NB, C), q_pos, query, scores)
+        program = Program(b, h, bh, row, NB, PAGES, first_bits(dropped, PAGES, b, h, NB, C), q_pos, query, scores)
         if split < open:
-            sums, skips = _open_part(K, V, pool, program, split, open, sums, skips, CODEC, C)
+            sums, skips = _open_part(LAYER, pool, program, split, open, sums, skips, CODEC, C)
         else:
-            limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))
-            k_mean_scores = _k_mean_scores(LAYER.k_mean, program, C)
-            known = _sink_mass(pool, program, Codec(*CODEC), C)
-            rows = 0 if C.PAGED else b * NB
-            pos, length = state.block_pos + rows, state.block_len + rows
-            packed = Blocks(begin, end, pos, length, sinks.moved, k_mean_scores, limits, known)
-            homes = Homes(HeadHome(k_head, k_low), HeadHome(v_head, v_low))
-            sums, skips = packed_part(K, V, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
+            share = 1.0 / tl.cdiv(blocks, per_split)
+            sums, skips = _blocks_part(LAYER, program, pool, begin, end, share, homes, sums, skips, CODEC, STAGES, C)
         release_next_kernel(C.DEPENDENT)
         if OUTPUT is not None:
             _store_alone(OUTPUT, program, n, T, nonfinite, sums, C)

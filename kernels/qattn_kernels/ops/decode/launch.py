@@ -16,7 +16,7 @@ from qattn_kernels.launch.options import dependent, warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel
 from qattn_kernels.ops.decode.merge import merge_kernel
-from qattn_kernels.ops.decode.table import Shares, choose, ends_alone
+from qattn_kernels.ops.decode.table import Launch, Shares, choose, ends_alone, takes_token
 
 LOG2E = math.log2(math.e)
 MERGED = 4096  # partial numbers that one warp holds at once, in half of its registers
@@ -25,26 +25,56 @@ FEWEST = 4  # splits that a program of several queries merges at once
 ONE_WARP = 16  # splits that one warp merges at once
 
 
+class _Plan(NamedTuple):
+    """How the decode of a call runs.
+
+    Attributes:
+        tuned: launch configuration of the splits. stages: loads in flight.
+        splits: splits of the launch.
+        single: whether a row's only split stores the output, without a merge.
+        appends: whether the split of the last block writes the call's token, without an append.
+    """
+
+    tuned: Launch
+    stages: int
+    splits: int
+    single: bool
+    appends: bool
+
+
+def _plan(call: Call) -> _Plan:
+    size, rows = call.sizes, call.tokens * call.sizes.G
+    tuned = choose(size, call.spec, call.key.dtype, call.batch * -(-rows // size.Q), chip_of(call.key.device))
+    splits = splits_of(call, tuned.shares)
+    single = splits == tuned.shares.few == 1 and ends_alone(size, call.spec) and call.scores.sinks is None
+    stages = tuned.alone if single else tuned.stages
+    return _Plan(tuned, stages, splits, single, not single and rows <= size.Q and takes_token(size, call.spec))
+
+
+def appends(call: Call) -> bool:
+    """Return whether `decode` writes the call's token itself, so that no append must run before it."""
+    return not call.spec.latent and _plan(call).appends
+
+
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention of a short call, and commit the row lengths. The append of the call must have run.
+    """Compute the attention of a short call, and commit the row lengths. Unless `appends`, the append of the call must
+    have run.
 
     Returns:
         Output `[B, Hq, T, D]` in the query's dtype, with memory order B, T, Hq, D, and fp32 log-sum-exp `[B, Hq, T]`.
     """
-    size, batch, tokens = call.sizes, call.batch, call.tokens
+    size, tokens = call.sizes, call.tokens
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
-    rows = tokens * size.G
-    tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
-    splits = splits_of(call, tuned.shares)
-    single = splits == tuned.shares.few == 1 and ends_alone(size, call.spec) and call.scores.sinks is None
+    tuned, stages, splits, single, writes = _plan(call)
     output, results = output_of(call), () if single else results_of(call, splits)
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
-    sparsity = call.spec.sparsity
+    writers = (k.quantize_tokens, k.put, v.quantize_tokens, v.put) if writes else (None, None, None, None)
+    span, stride = call.spans
     launch(
-        decode_kernel, (batch * size.H + single, -(-rows // size.Q), splits),
-        (call.turned, call.turned.stride()[:3]), call.rows, call.layer, results, output[:2] if single else None,
-        call.blocks, batch, tokens, scoring(call), (sparsity.tau, sparsity.budget), *tuned.shares,
-        (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
+        decode_kernel, (call.batch * size.H + single, -(-tokens * size.G // size.Q), splits),
+        (call.turned, call.turned.stride()[:3]), (*call.source, span) if writes else None, stride, call.rows,
+        call.layer, results, output[:2] if single else None, call.blocks, tokens, scoring(call), *tuned.shares,
+        (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring, *writers), stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip
     if not single:
@@ -89,10 +119,11 @@ def merging(size: Sizes, shares: Shares) -> Merging:
     return Merging(2 * FEW, 128, 1, min(width, 32), 2)
 
 
-def scoring(call: Call) -> tuple[float, float, int, float]:
+def scoring(call: Call) -> tuple[float, float, int, float, float, float]:
     """Return a `parts.Scoring` as a plain tuple."""
     scores = call.scores
-    return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), call.spec.compute.sas_threshold * LOG2E
+    threshold, sparsity = call.spec.compute.sas_threshold * LOG2E, call.spec.sparsity
+    return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), threshold, sparsity.tau, sparsity.budget
 
 
 def splits_of(call: Call, shares: Shares) -> int:
@@ -126,7 +157,7 @@ def merge(call: Call, results: tuple, output: tuple, shares: Shares, config: Mer
     size = call.sizes
     tiles = -(-call.tokens * size.G // config.queries) * (size.V.DP // config.channels)
     launch(
-        merge_kernel, (tiles, size.H, call.batch), results, call.rows, call.layer, output,
+        merge_kernel, (tiles, size.H, call.batch + 1), results, call.rows, call.layer, output,
         call.blocks, results[0].shape[1], call.tokens, *shares, *config[:4], size, num_warps=config.warps,
         enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip

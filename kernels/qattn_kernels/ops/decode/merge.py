@@ -10,7 +10,7 @@ import triton.language as tl
 from qattn_kernels.jit.dependent import await_previous_kernel
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
-from qattn_kernels.jit.rows import load_row, queries_end, result_column, settle_sinks
+from qattn_kernels.jit.rows import commit_rows, load_row, queries_end, result_column, settle_sinks
 from qattn_kernels.ops.decode.open_tokens import split_used
 from qattn_kernels.ops.decode.splits import Results, blocks_per_split, blocks_seen
 from qattn_kernels.ops.decode.table import Shares
@@ -132,7 +132,8 @@ def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, l
                  CHUNK: tl.constexpr, QUERIES: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Merge the splits of `QUERIES` queries and `CHANNELS` channels. One program per (tile of both, head, row).
 
-    Every split has read the old mask bits by now, so this kernel also updates the bits of the sink pool.
+    Every split has read the old mask bits by now, so this kernel also updates the bits of the sink pool. A program of
+    one row more commits all lengths to `LAYER`, so that none waits for it.
 
     Args:
         RESULTS, OUTPUT: fields of a `Results` and of an `Output`.
@@ -142,6 +143,10 @@ def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, l
     PIECES: tl.constexpr = SIDE.DP // CHANNELS
     await_previous_kernel(C.DEPENDENT)
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if b == tl.num_programs(2) - 1:
+        if (tile == 0) & (h == 0):
+            commit_rows(ROWS, LAYER, b, T, C)
+        return
     row, results, output = load_row(ROWS, b), Results(*RESULTS), Output(*OUTPUT)
     n = tile // PIECES * QUERIES + tl.arange(0, QUERIES)
     d = tile % PIECES * CHANNELS + tl.arange(0, CHANNELS)

@@ -19,7 +19,7 @@ from qattn_kernels.ops.decode.weights import known_mass, may_skip, soft_cap, wei
 
 
 class Scoring(NamedTuple):
-    """How scores are computed. All fields but `softcap` are in log2 units.
+    """How scores are computed. Their scale and `sas_threshold` are in log2 units.
 
     Attributes:
         scale: scale of the products of queries and keys.
@@ -27,18 +27,23 @@ class Scoring(NamedTuple):
             (`ops.prefill.kernel.attend`).
         window: positions that a query sees back, itself included, if the layer has a local window.
         sas_threshold: SAS treats weights below this as 0.
+        tau, budget: limits of sparse V (`SkipLimits`).
     """
 
     scale: Any
     softcap: Any
     window: Any
     sas_threshold: Any
+    tau: Any
+    budget: Any
 
 
 class Codec(NamedTuple):
     """Functions of the formats of keys and values; `formats.contract.JitFormat` documents each.
 
-    Build the tuple inside the call that takes it: a variable inside a kernel cannot hold functions."""
+    Build the tuple inside the call that takes it: a variable inside a kernel cannot hold functions.
+
+    The last four are None if an append ran before the decode."""
 
     k_locate: Any
     v_locate: Any
@@ -48,6 +53,10 @@ class Codec(NamedTuple):
     block_values: Any
     ring_scores: Any
     ring_values: Any
+    k_quantize: Any
+    k_put: Any
+    v_quantize: Any
+    v_put: Any
 
 
 class Program(NamedTuple):

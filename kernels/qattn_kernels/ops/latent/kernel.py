@@ -25,7 +25,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.contract import Slot
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
-from qattn_kernels.jit.rows import commit_rows, in_window, load_row, queries_end, result_column
+from qattn_kernels.jit.rows import in_window, load_row, queries_end, result_column
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
@@ -237,8 +237,8 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
     return sums
 
 
-@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least", "open"])
-def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, many, long, least, open,
+@triton.jit(do_not_specialize=["NB", "T", "few", "many", "long", "least", "open"])
+def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, T, scoring, few, many, long, least, open,
                          STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
                          C: tl.constexpr):  # fmt: skip
     """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split).
@@ -250,8 +250,6 @@ def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, B, T, scoring, few, 
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
     _, _, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
-    if (b == B - 1) & (tile == 0) & (split == splits - 1):
-        commit_rows(ROWS, LAYER, B, T, C)
     if used:
         scores, state = Scoring(*scoring), BlockState(*LAYER.blocks)
         queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)

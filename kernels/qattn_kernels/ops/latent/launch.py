@@ -48,7 +48,7 @@ def _forms(call: Call) -> Forms:
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend in a short call, after its append, and commit the rows' lengths. Results are as in `ops.decode.launch`."""
+    """Attend in a short call, after its append, and commit the row lengths. Results are as in `ops.decode.launch`."""
     size, spec, batch, tokens = call.sizes, call.spec, call.batch, call.tokens
     forms, rows, chip = _forms(call), tokens * size.G, chip_of(call.key.device)
     config = _config(size, forms)
@@ -60,7 +60,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     results = results_of(call, splits_of(call, shares))
     launch(
         latent_decode_kernel, (batch, tiles, results[0].shape[1]),
-        (call.query, call.query.stride()[:3]), call.rows, call.layer, results, call.blocks, batch, tokens,
+        (call.query, call.query.stride()[:3]), call.rows, call.layer, results, call.blocks, tokens,
         scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
