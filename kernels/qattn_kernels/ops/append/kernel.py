@@ -351,8 +351,7 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
     """Append up to `NEW` tokens and pack full blocks. One program per (head, row, part of a block of the open span).
 
     If a call of one token packs single blocks, the program of the token's block also packs the first block of the span.
-
-    All programs read the row lengths, so a kernel after the decode commits them. `SinkTensors.moved` tells it which sinks moved.
+    All programs read the row lengths, so the merge commits them. `SinkTensors.moved` tells which sinks moved.
 
     Args:
         SOURCE, K_CODEC, V_CODEC: fields of a `Source` and of two `Codec`.
