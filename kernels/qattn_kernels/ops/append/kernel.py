@@ -248,20 +248,20 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 
 @triton.jit
-def early_token(source, b, h, NEW: tl.constexpr, RAW: tl.constexpr, C: tl.constexpr):
-    """Load the new token of a one-token step before the row is known.
+def early_token(LAYER, source, b, h, NEW: tl.constexpr, RAW: tl.constexpr, C: tl.constexpr):
+    """Load the new token of a one-token step, and the row's `longest`, before the row is known.
 
-    Returns the result of `new_tokens`, or with `RAW` that of `load_new`. Rotation and checks then wait until the row is
-    known, so that programs without the token do not pay for them."""
+    Returns the result of `new_tokens`, or with `RAW` that of `load_new`, and `longest`. Rotation and checks then wait
+    until the row is known, so that programs without the token do not pay for them."""
     only = tl.arange(0, NEW)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     k = load_new(source.key, source.k_strides, b, h, only, only == 0, 0, K_SIDE)
     v = load_new(source.value, source.v_strides, b, h, only, only == 0, 0, V_SIDE)
-    if RAW:
-        return k, v, only < 0
-    else:
-        return checked_tokens(k, v, source, h, only == 0, C)
+    bad, longest = only < 0, tl.load(RowState(*LAYER.rows).longest + b)
+    if not RAW:
+        k, v, bad = checked_tokens(k, v, source, h, only == 0, C)
+    return k, v, bad, longest
 
 
 class Arrivals(NamedTuple):
@@ -272,6 +272,7 @@ class Arrivals(NamedTuple):
         pos: row positions `[NEW]`, from `fresh` on.
         new: bool `[NEW]`, whether the token belongs to the block.
         bad: bool `[NEW]`, whether the key or the value is not finite. `bits` has them as an integer, for `_bad_at`.
+        longest: as in `RowState`.
     """
 
     k: Any
@@ -281,22 +282,24 @@ class Arrivals(NamedTuple):
     new: Any
     bad: Any
     bits: Any
+    longest: Any
 
 
 @triton.jit
-def _arrivals(early, source, block, NEW: tl.constexpr, EARLY: tl.constexpr, RAW: tl.constexpr, C: tl.constexpr):
+def _arrivals(LAYER, early, source, block, NEW: tl.constexpr, EARLY: tl.constexpr, RAW: tl.constexpr, C: tl.constexpr):
     """Return the `Arrivals` of a block. `early`: what `early_token` loaded, if `EARLY`."""
     row = block.row
     fresh = tl.maximum(row.length, block.start)
     pos = fresh + tl.arange(0, NEW)
     new = pos < tl.minimum(row.length + row.count, block.start + C.BLOCK)
-    if EARLY and RAW:
-        k, v, bad = checked_tokens(early[0], early[1], source, block.h, new, C)
-    elif EARLY:
-        k, v, bad = early[0], early[1], early[2] & new
+    if EARLY:
+        k, v, bad, longest = early[0], early[1], early[2] & new, early[3]
+        if RAW:
+            k, v, bad = checked_tokens(k, v, source, block.h, new, C)
     else:
         k, v, bad = new_tokens(source, block.b, block.h, pos - row.length, new, row.first, C)
-    return Arrivals(k, v, pos, fresh, new, bad, tl.sum(bad.to(tl.int32) << tl.arange(0, NEW), 0))
+        longest = tl.load(RowState(*LAYER.rows).longest + block.b)
+    return Arrivals(k, v, pos, fresh, new, bad, tl.sum(bad.to(tl.int32) << tl.arange(0, NEW), 0), longest)
 
 
 @triton.jit
@@ -326,7 +329,7 @@ def _write(LAYER, tokens, block, part, parts, K_CODEC: tl.constexpr, V_CODEC: tl
     V_SIDE: tl.constexpr = C.V
     if (part == 0) & (tokens.bits != 0):
         _drop_broken(LAYER, tokens, block, C)
-    stale = block.row.length < tl.load(RowState(*LAYER.rows).longest + block.b)
+    stale = block.row.length < tokens.longest
     # the pool reads both sides of a closing block, new tokens included
     both = block.closes & (part == 0) if C.ENTRIES > 0 else part < 0
     if part == 0:
@@ -341,7 +344,8 @@ def append_token(LAYER, source, early, row, b, h, NB, K_CODEC: tl.constexpr, V_C
     block = open_block(LAYER, row, b, h, 0, NB, C)
     note_block(BlockState(*LAYER.blocks), block, C)
     part = tl.minimum(h, 0)  # zero: the program writes both sides
-    _write(LAYER, _arrivals(early, source, block, 1, True, True, C), block, part, part + 1, K_CODEC, V_CODEC, C)
+    tokens = _arrivals(LAYER, early, source, block, 1, True, True, C)
+    _write(LAYER, tokens, block, part, part + 1, K_CODEC, V_CODEC, C)
     tl.debug_barrier()  # the threads that read the block are not those that wrote the token
 
 
@@ -372,7 +376,7 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
     APART: tl.constexpr = C.ONE_TOKEN and C.SPAN == C.BLOCK and C.RESIDUAL > 0  # the block that closes has no new token
     early = None
     if EARLY:  # a load after the row would make every step wait twice
-        early = early_token(source, b, h, NEW, ROTATES, C)
+        early = early_token(LAYER, source, b, h, NEW, ROTATES, C)
     if APART:
         j = (row.length - row.open_start) // C.BLOCK
     block = open_block(LAYER, row, b, h, j, NB, C)
@@ -385,7 +389,7 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
         note_block(BlockState(*LAYER.blocks), closing, C)
     # a block of old tokens that stays open does not change
     if block.used & (block.closes | (block.start + C.BLOCK > row.length)):
-        tokens = _arrivals(early, source, block, NEW, EARLY, ROTATES, C)
+        tokens = _arrivals(LAYER, early, source, block, NEW, EARLY, ROTATES, C)
         _write(LAYER, tokens, block, part, parts, K_CODEC, V_CODEC, C)
         if C.RING > 0:
             if closing.closes:

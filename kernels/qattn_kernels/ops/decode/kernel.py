@@ -163,7 +163,7 @@ def decode_kernel(QUERIES, NEW, span_stride, ROWS, LAYER, RESULTS, OUTPUT, NB, T
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b) if NEW is None else row_before(LAYER, NEW[4], span_stride, b, NB, C)
     if NEW is not None:
-        early = early_token(Source(NEW[0], NEW[1], NEW[2], NEW[3]), b, h, 1, True, C)
+        early = early_token(LAYER, Source(NEW[0], NEW[1], NEW[2], NEW[3]), b, h, 1, True, C)
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     homes = _homes(LAYER, b, h, CODEC, C)
     sinks, dropped, PAGES = LAYER.sinks, BlockState(*LAYER.blocks).dropped, LAYER.pages
