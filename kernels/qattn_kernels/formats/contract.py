@@ -114,6 +114,8 @@ class JitFormat(NamedTuple):
             one width.
         head_numbers: `(format, heads)`: values of `Tensors` that are not in the state; None for unused ones.
         splits_int8: integer products for every `compute`. Queries of both sides are then INT8 pairs.
+        fuses: codes of `quantize_tokens` and `put` are the same with fused multiply-adds, because each product before
+            an addition is exact. Without a ring, a decode then writes the token of a step.
     """
 
     Tensors: type
@@ -131,6 +133,7 @@ class JitFormat(NamedTuple):
     run: Any | None = None
     head_numbers: Callable[[Any, int], dict[str, Any]] | None = None
     splits_int8: bool = False
+    fuses: bool = False
 
 
 @lru_cache(maxsize=1024)

@@ -167,4 +167,5 @@ JIT = JitFormat(
     get=get,
     scores=scores,
     values=values,
+    fuses=True,
 )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qattn_kernels.chip import Chip
+from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.launch.tuned import Decode, tuned_for
 from qattn_kernels.layer.spec import LayerSpec
@@ -134,11 +135,11 @@ def ends_alone(size: Sizes, spec: LayerSpec) -> bool:
 def takes_token(size: Sizes, spec: LayerSpec) -> bool:
     """Return whether a decode of several splits can write the call's token.
 
-    Formats without a ring store the token in the last block, which one split reads. Nothing may have to be packed,
-    rotated or ranked first. These formats quantize alike with and without fused multiply-adds: the products before
-    their additions are exact."""
+    Formats without a ring store the token in the last block, which one split reads. Nothing may have to be packed or
+    rotated first, and formats must quantize alike with fused multiply-adds (`JitFormat.fuses`)."""
     rotates = size.K.ROTATION is not None or size.V.ROTATION is not None
-    return size.ONE_TOKEN and size.RING == 0 and size.SPAN == size.BLOCK and not (rotates or size.K.SMOOTH)
+    plain = size.ONE_TOKEN and size.RING == 0 and size.SPAN == size.BLOCK and not (rotates or size.K.SMOOTH)
+    return plain and all(jit_of(fmt).fuses for fmt in (spec.k, spec.v))
 
 
 def shares_of(places: int, heads: int, block: int, ring: int, pool: bool, tuned: Decode) -> Shares:
