@@ -251,8 +251,8 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 def early_token(LAYER, source, b, h, NEW: tl.constexpr, RAW: tl.constexpr, C: tl.constexpr):
     """Load the new token of a one-token step, and the row's `longest`, before the row is known.
 
-    Returns the result of `new_tokens`, or with `RAW` that of `load_new`, and `longest`. Rotation and checks then wait
-    until the row is known, so that programs without the token do not pay for them."""
+    Returns keys, values and flags as `new_tokens` does, and `longest`. With `RAW` the token is not rotated or checked:
+    both wait until the row is known, so that programs without the token do not pay for them."""
     only = tl.arange(0, NEW)
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
@@ -327,8 +327,9 @@ def _write(LAYER, tokens, block, part, parts, K_CODEC: tl.constexpr, V_CODEC: tl
     """Write the `Arrivals` of a block: the part of keys, of values or both, and the mask bits."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
-    if (part == 0) & (tokens.bits != 0):
-        _drop_broken(LAYER, tokens, block, C)
+    if part == 0:
+        if tokens.bits != 0:
+            _drop_broken(LAYER, tokens, block, C)
     stale = block.row.length < tokens.longest
     # the pool reads both sides of a closing block, new tokens included
     both = block.closes & (part == 0) if C.ENTRIES > 0 else part < 0
@@ -343,9 +344,7 @@ def append_token(LAYER, source, early, row, b, h, NB, K_CODEC: tl.constexpr, V_C
     """Write a row's new token, which `early_token` loaded raw, to the arenas of a format without a ring."""
     block = open_block(LAYER, row, b, h, 0, NB, C)
     note_block(BlockState(*LAYER.blocks), block, C)
-    part = tl.minimum(h, 0)  # zero: the program writes both sides
-    tokens = _arrivals(LAYER, early, source, block, 1, True, True, C)
-    _write(LAYER, tokens, block, part, part + 1, K_CODEC, V_CODEC, C)
+    _write(LAYER, _arrivals(LAYER, early, source, block, 1, True, True, C), block, 0, 1, K_CODEC, V_CODEC, C)
     tl.debug_barrier()  # the threads that read the block are not those that wrote the token
 
 

@@ -103,12 +103,12 @@ def _homes(LAYER, b, h, CODEC, C: tl.constexpr):
 def _take_token(NEW, span_stride, ROWS, LAYER, early, row, bh, split, last, NB, CODEC, C: tl.constexpr):
     """Store the `Row` if this is split 0 of head 0, and write the row's new token if this split reads its `last` block.
 
-    Arguments are those of `decode_kernel`. `early`: what `early_token` loaded."""
+    Arguments as in `decode_kernel`. `early`: what `early_token` loaded."""
     b, h = bh // C.H, bh % C.H
     if (h == 0) & (split == 0):
-        note_row(ROWS, NEW[4], span_stride, row, b)
+        note_row(ROWS, NEW[1], span_stride, row, b)
     if last & (row.count > 0):
-        append_token(LAYER, Source(NEW[0], NEW[1], NEW[2], NEW[3]), early, row, b, h, NB,
+        append_token(LAYER, Source(*NEW[0]), early, row, b, h, NB,
                      Append(Codec(*CODEC).k_quantize, None, None, Codec(*CODEC).k_put, None, None),
                      Append(Codec(*CODEC).v_quantize, None, None, Codec(*CODEC).v_put, None, None), C)  # fmt: skip
 
@@ -149,8 +149,8 @@ def decode_kernel(QUERIES, NEW, span_stride, ROWS, LAYER, RESULTS, OUTPUT, NB, T
 
     Args:
         QUERIES, scoring, CODEC: fields of a `QuerySource`, `Scoring` and `Codec`.
-        NEW: fields of a `Source`, then `SPANS` of `short_kernel`, if the decode appends; None after an append. The
-            split that reads a row's last block then writes the token first. span_stride: as in `short_kernel`.
+        NEW: `SOURCE` and `SPANS` of `short_kernel`, if the decode appends; None after an append. The split that reads
+            a row's last block writes the token first. span_stride: as in `short_kernel`.
         RESULTS: fields of a `Results`. OUTPUT: `out` and `lse` of an `Output` if a row has one split, else None.
         ROWS: int32 `[B, ROW_FIELDS]`, each `Row` as it was before the call. A decode that appends stores it.
         LAYER: the `launch.call.LayerTensors`. NB, T: capacity of a row in blocks, tokens of the call.
@@ -161,9 +161,9 @@ def decode_kernel(QUERIES, NEW, span_stride, ROWS, LAYER, RESULTS, OUTPUT, NB, T
     bh, attends = tl.minimum(tl.program_id(0), heads - 1), tl.program_id(0) < heads
     await_previous_kernel(C.DEPENDENT)
     b, h = bh // C.H, bh % C.H
-    row = load_row(ROWS, b) if NEW is None else row_before(LAYER, NEW[4], span_stride, b, NB, C)
+    row = load_row(ROWS, b) if NEW is None else row_before(LAYER, NEW[1], span_stride, b, NB, C)
     if NEW is not None:
-        early = early_token(LAYER, Source(NEW[0], NEW[1], NEW[2], NEW[3]), b, h, 1, True, C)
+        early = early_token(LAYER, Source(*NEW[0]), b, h, 1, True, C)
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     homes = _homes(LAYER, b, h, CODEC, C)
     sinks, dropped, PAGES = LAYER.sinks, BlockState(*LAYER.blocks).dropped, LAYER.pages

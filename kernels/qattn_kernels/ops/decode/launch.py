@@ -72,7 +72,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     span, stride = call.spans
     launch(
         decode_kernel, (call.batch * size.H + single, -(-tokens * size.G // size.Q), splits),
-        (call.turned, call.turned.stride()[:3]), (*call.source, span) if writes else None, stride, call.rows,
+        (call.turned, call.turned.stride()[:3]), (call.source, span) if writes else None, stride, call.rows,
         call.layer, results, output[:2] if single else None, call.blocks, tokens, scoring(call), *tuned.shares,
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring, *writers), stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True, **dependent(size),
