@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from helpers import random_ids, tiny_llama
 
 from qattn_hf import patch, report
-from qattn_hf.reading.chunks import cuts, feed
+from qattn_hf.cli.tune import STEPS, TOKENS
+from qattn_hf.fidelity.compare import compare
+from qattn_hf.patching import warm
+from qattn_hf.reading.chunks import CHUNK, cuts, feed
+from qattn_hf.reading.texts import read_as
+from qattn_hf.recipes.recipe import find_recipes
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "steps"), [(200, 61, 10), (122, 61, 0), (5, 61, 3), (3, 61, 9), (1, 1, 1)])
@@ -50,3 +56,23 @@ def test_padding_and_a_cache_that_goes_on():
     later = list(feed(model, padded[:, 47:], cuts(50, 20), mask, first[-1].cache))
     both = torch.cat([c.logits for c in (*first, *later)], 1)[:, 7:]
     torch.testing.assert_close(both, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_the_calls_of_a_reading_are_told_once_each():
+    calls = read_as(random_ids(3, 70), chunk=30, steps=4, batch=2).calls()
+    assert sorted(calls) == [(r, *call) for r in (1, 2) for call in ((1, 1), (6, 1), (30, 0), (30, 1))]
+
+
+def test_a_comparison_compiles_what_its_reading_calls(monkeypatch):
+    """Kernels of prompts and batches, which `patch` begins to compile, would keep its own calls waiting."""
+    begun: list[Any] = []
+    monkeypatch.setattr(warm, "begin_for", lambda model, recipes, calls=None: begun.append(calls))
+    reading = read_as(random_ids(1, 100), steps=2)
+    for by_layer in (False, True):
+        compare(tiny_llama(), find_recipes(["int8", "turbo"]), reading, at_tokens=128, by_layer=by_layer)
+    assert len(begun) >= 4 and set(begun) == {reading.calls()}
+
+
+def test_a_row_that_tune_reads_has_no_short_chunk():
+    """Its kernels would be compiled for a single call."""
+    assert (TOKENS - STEPS) % CHUNK == 0

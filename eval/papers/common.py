@@ -113,7 +113,8 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
     tokens: dict[str, list[Tokens]] = {name: [] for name in ways}
     held: dict[str, Row] = {}
     recipes = {name: find_recipes([way])[way] for name, way in ways.items() if isinstance(way, str)}
-    packed, others = ShadowCaches(run.model, recipes, run.reading.first), dict[str, list[AttentionSums]]()
+    packed = ShadowCaches(run.model, recipes, run.reading.first, run.reading.calls())
+    others = dict[str, list[AttentionSums]]()
 
     def observe(call: Call) -> None:
         packed(call)

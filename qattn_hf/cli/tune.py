@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from qattn_hf.tune import Tuned
 
 # One long row costs as much as several short ones, and measures losses in a context of real length.
-ROWS, CHECK_ROWS, TOKENS, STEPS, BATCH, AT_TOKENS = 1, 2, 4096, 64, 16, 4096
+# 4,096 tokens without 70 are whole chunks: a shorter last one would need kernels for short calls.
+ROWS, CHECK_ROWS, TOKENS, STEPS, BATCH, AT_TOKENS = 1, 2, 4096, 70, 16, 4096
 
 CandidateOption = Annotated[
     list[str] | None,

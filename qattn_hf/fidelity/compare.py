@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -27,13 +27,17 @@ from qattn_hf.cache.sizes import size_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.model.device import device_of
+from qattn_hf.model.supported_models import check_model
 from qattn_hf.model.tensor_parallel import shard_of
 from qattn_hf.patching import warm
-from qattn_hf.patching.patcher import patch, unpatch
+from qattn_hf.patching.patcher import install, unpatch
 from qattn_hf.reading.chunks import feed
 from qattn_hf.reading.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
 from qattn_hf.reading.texts import Reading, full_logits
 from qattn_hf.recipes.recipe import Recipe, check_packs
+
+if TYPE_CHECKING:
+    from qattn_kernels.step.warm import Calls
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]
@@ -45,6 +49,7 @@ class ShadowCaches:
     Args:
         recipes: recipes by name.
         first: index of the first token whose output is compared.
+        calls: as in `packed`.
 
     Attributes:
         caches: packed caches by name of the recipe.
@@ -52,10 +57,10 @@ class ShadowCaches:
         sums: errors of attention outputs by recipe and packed layer.
     """
 
-    def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
+    def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int, calls: Calls | None = None):
         self.model, self.first, self.passes = model, first, Passes()
         self.recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
-        warm.begin_for(model, self.recipes.values())  # of all at once, before the first call needs one
+        warm.begin_for(model, self.recipes.values(), calls)  # of all at once, before the first call needs one
         self.renew()
         packed = packed_layers(model)
         windows = {name: packed_windows(cache) for name, cache in self.caches.items()}
@@ -114,7 +119,7 @@ def compare(
     """
     recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
     tokens: dict[str, list[Tokens]] = {name: [] for name in recipes}
-    shadows = ShadowCaches(model, recipes if by_layer else {}, reading.first)
+    shadows = ShadowCaches(model, recipes if by_layer else {}, reading.first, reading.calls())
     sizes: dict[str, Row] = {}
     for i, ids in enumerate(reading.groups()):
         group = f"rows {i * reading.batch + 1} to {i * reading.batch + len(ids)}"
@@ -166,7 +171,7 @@ def through(
     Raises:
         QAttnError: nothing was packed.
     """
-    with packed(model, recipe):
+    with packed(model, recipe, reading.calls()):
         parts: list[Tokens] = []
         for chunk in feed(model, ids.to(device_of(model)), reading.at):
             if chunk.stop > reading.first:
@@ -177,9 +182,16 @@ def through(
 
 
 @contextmanager
-def packed(model: PreTrainedModel, recipe: Recipe) -> Iterator[None]:
-    """Patch a model with a recipe within a `with` block."""
-    patch(model, recipe=recipe.for_model(model.config))
+def packed(model: PreTrainedModel, recipe: Recipe, calls: Calls | None = None) -> Iterator[None]:
+    """Patch a model with a recipe within a `with` block.
+
+    Args:
+        calls: calls whose kernels are compiled ahead, as `Reading.calls` returns them. By default those of `generate`.
+    """
+    check_model(model)
+    chosen = recipe.for_model(model.config)
+    install(model, chosen)
+    warm.begin_for(model, [chosen], calls)
     try:
         yield
     finally:

@@ -169,7 +169,7 @@ def _measured(tuner: Tuner, options: list[Option], candidates: dict[str, Recipe]
 
 
 def _compared(tuner: Tuner, recipes: dict[str, Recipe], reading: Reading) -> list[Row]:
-    warm.begin_for(tuner.model, recipes.values())  # of all at once, before the first call needs one
+    warm.begin_for(tuner.model, recipes.values(), reading.calls())  # of all at once, before the first call needs one
     return compare(
         tuner.model,
         recipes,

@@ -68,6 +68,16 @@ def patch(
     check_model(model)
     _compat.warn_if_untested()
     chosen = _recipe(model, method, recipe, settings)
+    patched = install(model, chosen)
+    if chosen.settings.packs():
+        warm.begin_for(model, [chosen])
+        _note_unused(model)
+    _warn_of_nothing(patched.specs)
+    return model
+
+
+def install(model: PreTrainedModel, chosen: Recipe) -> Patched:
+    """Patch a supported model with a recipe for it, as `patch` does. Starts to compile no kernel."""
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
     own = own_states(specs)
@@ -83,11 +93,7 @@ def patch(
         patched.weights = weights_of(decoder_of(model))
     attach(model, patched)
     _warn_of_slow_ways(model, patched)
-    if packs:
-        warm.begin_for(model, [chosen])
-        _note_unused(model)
-    _warn_of_nothing(specs)
-    return model
+    return patched
 
 
 def _warn_of_slow_ways(model: PreTrainedModel, patched: Patched) -> None:

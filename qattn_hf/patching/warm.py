@@ -19,7 +19,7 @@ from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
 
 if TYPE_CHECKING:
-    from qattn_kernels.step.warm import LayerShape
+    from qattn_kernels.step.warm import Calls, LayerShape
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,14 @@ def begin(
     dtype: torch.dtype,
     devices: Iterable[torch.device],
     shards: int = 1,
+    calls: Calls | None = None,
 ) -> list[Future]:
-    """Start compiling in threads the kernels that `generate` needs. A call waits for the kernels that it launches.
+    """Start compiling kernels in threads. A call waits for the kernels that it launches.
 
     Args:
         config, specs, dtype, shards: as in `shapes`.
         devices: GPUs on which layers run.
+        calls: rows, tokens and earlier blocks of calls that need kernels. By default those of `generate`.
 
     Returns:
         A future for each kernel function. If one failed, a call compiles the kernel itself and reports its error.
@@ -76,13 +78,13 @@ def begin(
     found = [shape for device in devices for shape in shapes(config, specs, dtype, device, shards)]
     if not found:
         return []
-    from qattn_kernels.step.warm import warm  # loads Triton
+    from qattn_kernels.step.warm import CALLS, warm  # loads Triton
 
-    return warm(found)
+    return warm(found, calls or CALLS)
 
 
-def begin_for(model: PreTrainedModel, recipes: Iterable[Recipe]) -> list[Future]:
-    """Run `begin` for a model on GPUs and the recipes that it will be patched with.
+def begin_for(model: PreTrainedModel, recipes: Iterable[Recipe], calls: Calls | None = None) -> list[Future]:
+    """Run `begin` for a model on GPUs and the recipes that it will be patched with. `calls`: as there.
 
     Returns [] for other models and on errors, as calls compile missing kernels.
     """
@@ -96,7 +98,7 @@ def begin_for(model: PreTrainedModel, recipes: Iterable[Recipe]) -> list[Future]
             for recipe in recipes
             for pair in enumerate(recipe.for_model(model.config).layer_specs(model.config, kind, shard))
         ]
-        return begin(model.config, specs, model.dtype, devices, shard.size)
+        return begin(model.config, specs, model.dtype, devices, shard.size, calls)
     except Exception as error:  # a call reports the error again
         log.warning("kernels are not compiled ahead: %s", error)
         return []

@@ -39,6 +39,11 @@ class Reading:
         """Yield the rows, `[batch, T]` at a time."""
         yield from self.ids.split(self.batch)
 
+    def calls(self) -> tuple[tuple[int, int, int], ...]:
+        """Return rows, tokens and earlier blocks of the calls, as `warm.begin` takes them: 1 if there is any."""
+        spans = list(itertools.pairwise(self.at))
+        return tuple({(len(ids), stop - start, int(start > 0)): None for ids in self.groups() for start, stop in spans})
+
     def part(self, rows: slice) -> Reading:
         """Return this reading restricted to some rows."""
         return Reading(self.ids[rows], self.at, self.first, self.batch)

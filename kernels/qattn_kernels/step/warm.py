@@ -19,9 +19,10 @@ from qattn_kernels.layout import Geometry
 from qattn_kernels.step.operator import compute
 
 THREADS = 8  # maximum: the compiler runs outside the GIL, the rest inside
-# (rows, tokens, earlier blocks) of calls that together launch all kernels of `generate`: a prompt, steps of few to many
-# rows (which merge many to few splits), and a later prompt.
-CALLS = ((1, SHORT_CALL + 1, 0), (1, 1, 1), (16, 1, 1), (64, 1, 1), (1, SHORT_CALL + 1, 1))
+Calls = tuple[tuple[int, int, int], ...]  # rows, tokens and earlier blocks of each
+# Together these launch all kernels of `generate`: a prompt, steps of few to many rows (which merge many to few splits),
+# and a later prompt.
+CALLS: Calls = ((1, SHORT_CALL + 1, 0), (1, 1, 1), (16, 1, 1), (64, 1, 1), (1, SHORT_CALL + 1, 1))
 
 
 class LayerShape(NamedTuple):
@@ -47,12 +48,12 @@ class LayerShape(NamedTuple):
     v_dim: int | None = None
 
 
-def launches(shape: LayerShape) -> list[Launch]:
-    """Return the launches of `CALLS` in order, without launching. Allocates memory for calls of few tokens."""
+def launches(shape: LayerShape, calls: Calls = CALLS) -> list[Launch]:
+    """Return the launches of `calls` in order, without launching. Allocates memory for them."""
     found: list[Launch] = []
     v_dim = shape.v_dim or shape.dim
     q_dim = shape.dim + v_dim if shape.spec.latent else shape.dim
-    for rows, tokens, past in CALLS:
+    for rows, tokens, past in calls:
         geometry = Geometry(rows, shape.kv_heads, shape.dim, v_dim, 2, shape.dtype)
         layout = Layout(geometry, shape.spec)
         arena = empty_arena(layout, shape.device)
@@ -67,19 +68,19 @@ def launches(shape: LayerShape) -> list[Launch]:
     return found
 
 
-def variants(shapes: Iterable[LayerShape]) -> list[tuple[Launch, torch.device]]:
-    """Return one launch, with its device, of each variant of a kernel that these layer shapes launch."""
-    found = ((one, shape.device) for shape in dict.fromkeys(shapes) for one in launches(shape))
+def variants(shapes: Iterable[LayerShape], calls: Calls = CALLS) -> list[tuple[Launch, torch.device]]:
+    """Return one launch, with its device, of each variant of a kernel that `calls` launch for these layer shapes."""
+    found = ((one, shape.device) for shape in dict.fromkeys(shapes) for one in launches(shape, calls))
     return list({(one.variant(), device): (one, device) for one, device in found}.values())
 
 
-def warm(shapes: Iterable[LayerShape]) -> list[Future]:
-    """Start to compile the kernels for these layer shapes in threads. A call that needs one of them waits for it.
+def warm(shapes: Iterable[LayerShape], calls: Calls = CALLS) -> list[Future]:
+    """Start to compile in threads what `calls` launch for these layer shapes. A call that needs a kernel waits for it.
 
     Returns:
         One future per variant of a kernel. A failed one is silent: the call that needs it compiles it again.
     """
-    tasks = variants(shapes)
+    tasks = variants(shapes, calls)
     if not tasks:
         return []
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="qattn-compile")
