@@ -10,7 +10,8 @@ Arguments go to pytest, such as files to run instead of all. `-n 8` runs tests i
 `large_memory` run after the others, in three processes at most, because each takes up to 20 GB of the GPU.
 
 `--after RUN` continues the run `RUN` of the record, which ended early: it leaves out the tests that passed or were
-skipped there, except those without parameters.
+skipped there, except those without parameters. `--after RUN,RUN` continues several. The row of a failed test has its
+`error`.
 """
 
 from __future__ import annotations
@@ -52,16 +53,20 @@ class Rows:
                 "outcome": report.outcome,
                 "seconds": round(report.duration, 2),
             }
+            if report.failed:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                row["error"] = (crash.message if crash else report.longreprtext).partition("\n")[0]
             print("\n" + json.dumps(row), flush=True)
 
 
-def left_out(run: str) -> list[str]:
-    """Options that leave out the tests with parameters that `run` ended. pytest takes a whole name for a prefix."""
+def left_out(names: list[str]) -> list[str]:
+    """Options that leave out tests with parameters that these runs ended. pytest takes whole names for prefixes."""
     runs = {each["run"]: each["rows"] for each in runs_of(RECORD)}
-    if run not in runs:
-        sys.exit(f"gpu_tests: --after {run}: {RECORD.name} has the runs {', '.join(runs)}")
+    if unknown := [name for name in names if name not in runs]:
+        sys.exit(f"gpu_tests: --after {','.join(unknown)}: {RECORD.name} has the runs {', '.join(runs)}")
     folders = {path.stem: path for path in gpu_tests(TESTS)}
-    ended = [row for row in runs[run] if row["outcome"] != "failed" and row["test"].endswith("]")]
+    rows = [row for name in names for row in runs[name]]
+    ended = [row for row in rows if row["outcome"] != "failed" and row["test"].endswith("]")]
     paths = [(folders[row["file"]].relative_to(ROOT), row["test"]) for row in ended if row["file"] in folders]
     return [f"--deselect={path.as_posix()}::{test}" for path, test in paths]
 
@@ -76,7 +81,14 @@ def main(arguments: list[str]) -> None:
     files = [text for text in arguments if ".py" in text] or list(map(str, gpu_tests(TESTS)))
     files.sort(key=os.path.dirname)  # pytest loses the fixtures of a folder that it enters twice
     arguments = [text for text in arguments if ".py" not in text]
-    options = ["-q", "-p", "no:cacheprovider", *files, *arguments, *(left_out(chosen.after) if chosen.after else [])]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *files,
+        *arguments,
+        *(left_out(chosen.after.split(",")) if chosen.after else []),
+    ]
     few = ["-n", str(AT_ONCE)] if any(text.startswith("-n") for text in arguments) else []
     codes = [
         pytest.main([*options, "-m", "gpu and not large_memory"], plugins=[rows]),
