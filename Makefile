@@ -8,11 +8,14 @@ ARGS   ?=
 DOCS_OUTPUTS ?= true
 
 # Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The tests of a file share a
-# process, so that its fixtures and imports are made once. The first tier is what is not marked `slow`: at least one test
-# of everything. What is `exhaustive` is `slow` too. Bytecode is kept, whatever the environment says: each process would
+# process, so that its fixtures and imports are made once. The first tier is what is not marked `slow`: tests of less
+# than about two seconds. What is `exhaustive` is `slow` too. Bytecode is kept, whatever the environment says: each process would
 # compile the packages and the tests again.
 TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST   = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Python compiles a module when it is first imported. Half of an installation was compiling modules that nothing imports.
+QUIETLY  = --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-oldest demo docs test test-slow test-exhaustive test-all test-oldest lint format clean
@@ -76,7 +79,7 @@ define install
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "'$(PYTHON)' cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@echo "Setting up $(1) (some minutes and about 2 GB the first time)"
 	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) hatchling setuptools
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) --no-build-isolation -e '.[$(3)]'
+	$(1)/bin/python -m pip install $(QUIETLY) -c $(2) hatchling setuptools
+	$(1)/bin/python -m pip install $(QUIETLY) -c $(2) --no-build-isolation -e '.[$(3)]'
 	@touch $@
 endef

@@ -46,6 +46,7 @@ def test_calls_are_those_of_assisted_generation():
     assert abs(len(calls) - 30 / per_call) <= 1
 
 
+@pytest.mark.slow
 def test_caches_lower_it_by_what_they_lose():
     model, recipes = tiny_llama(), find_recipes(["none", "turbo:bits=2"])
     full, none, turbo = compare_drafts(model, tiny_llama(), recipes, random_ids(2, 130), 24, batch=1)
@@ -72,6 +73,7 @@ def test_a_draft_of_the_first_layers_shares_the_models_weights():
             first_layers(model, layers)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     text, draft = tmp_path / "text", str(demo_model_dir())
     text.write_text("The ship came home. " * 60)

@@ -138,6 +138,7 @@ def test_a_circle_of_imports_is_found():
         floors({"a": {"b"}, "b": {"c"}, "c": {"a"}})
 
 
+@pytest.mark.slow
 def test_kernels_do_not_import_the_package_above_them():
     modules = module_graph()
     assert len(modules) > 100 and any(other.startswith("qattn_kernels.") for other in modules["qattn_hf.layer.layer"])
@@ -145,6 +146,7 @@ def test_kernels_do_not_import_the_package_above_them():
     assert {pair for pair in found if not pair[1].startswith("qattn_kernels")} == set()
 
 
+@pytest.mark.slow
 def test_no_module_of_the_kernels_imports_itself_by_others():
     modules = {name: used for name, used in module_graph().items() if name.startswith("qattn_kernels")}
     assert len(floors(modules)) > 1

@@ -144,6 +144,7 @@ def test_a_call_of_no_tokens_is_left_out():
     assert batches([idle], window, torch.device("cpu"), 2) == []
 
 
+@pytest.mark.slow
 def test_requests_are_cancelled_at_any_time():
     model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130, 64, 90)
     with running(model, batching={"max_requests_per_batch": 2}) as manager:
@@ -363,6 +364,7 @@ def test_a_cancelled_request_tells_its_handler():
     assert output.error == "cancelled" and 3 <= len(output.generated_tokens) < 900
 
 
+@pytest.mark.slow
 def test_prefixes_with_sinks_stay_right_after_faults():
     """Faults: a forward that fails between sharers, a cancelled sharer, a prefix that cannot be kept, and a pool that
     reclaims kept blocks."""

@@ -26,8 +26,8 @@ REQUESTS, CANCELLED = 8, 3
     ("model_type", "method", "blocks", "shared", "read_again"),
     [
         ("llama", "turbo", 7, True, True),
-        ("llama", "kivi", 7, True, True),
-        ("llama", "sinkq:sink_skip_layers=0", 10, True, True),
+        pytest.param("llama", "kivi", 7, True, True, marks=pytest.mark.exhaustive),
+        pytest.param("llama", "sinkq:sink_skip_layers=0", 10, True, True, marks=pytest.mark.exhaustive),
         ("llama", "int8", 7, True, False),
         ("llama", "turbo:bits=mixed", 7, False, True),
         ("gemma3_text", "turbo:sliding=packed", 7, False, True),
@@ -69,6 +69,7 @@ def test_a_row_that_closes_a_shared_block_keeps_its_codes():
     assert_replayed(model, recorder)
 
 
+@pytest.mark.slow
 def test_a_kept_prefix_has_no_masks_of_an_earlier_one():
     """The earlier prefix had more blocks, and masks in all of them."""
     model, (prompt, end) = batch_invariant(patch(tiny_llama(), "turbo")), prompts_of(65, 1)

@@ -135,6 +135,7 @@ def test_a_manager_that_is_kept_serves_again():
     model.destroy_cached_continuous_batching_manager()
 
 
+@pytest.mark.slow
 def test_each_request_has_settings_of_its_own():
     """Beside others and alone: a seed fixes the draws, temperature 0 and top_k 1 are the likeliest token."""
     model, prompts = patch(tiny_llama(), "none"), prompts_of(5, 33, 33)

@@ -104,6 +104,7 @@ class Served:
         return views(*self.layer.gather(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("case", "window", "again"),
@@ -145,6 +146,7 @@ def test_a_ring_holds_the_codes_of_a_packed_window(case: Any, window: int, again
                 assert torch.equal(got, want.narrow(spec.block_dim, 0, got.shape[spec.block_dim])), name
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.product
 @pytest.mark.parametrize("case", [("none", {}), ("turbo", {"sink_num": 0})])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from test_bench import bench
 
 from qattn_hf.bench.model import TINY
@@ -11,6 +12,7 @@ from qattn_hf.bench.model import TINY
 __all__ = ["bench"]
 
 
+@pytest.mark.slow
 def test_requests_share_pools_of_the_same_bytes(bench):
     code, out, err = bench("requests", "--json", "--method", "int8", "--method", "turbo")
     rows = {row["way"]: row for row in map(json.loads, out.splitlines())}

@@ -31,6 +31,7 @@ def want() -> list[int]:
     return answer(patch(load(demo_model_dir()), "turbo", **SETTINGS))
 
 
+@pytest.mark.slow
 def test_a_model_loaded_by_name_is_the_patched_one(want: list[int], tmp_path: Path):
     model = load(demo_model_dir(), quantization_config=QAttnConfig("turbo", **SETTINGS))
     assert answer(model) == want and report(model).to_dict()["packed_tokens"] > 0
@@ -53,6 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_folder_that_names_the_method_is_patched_by_every_loader(want: list[int], folder: Path):
     assert answer(load(folder)) == want
     assert hasattr(AutoModel.from_pretrained(folder), "_qattn")

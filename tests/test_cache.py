@@ -338,6 +338,7 @@ def test_capacity_is_what_was_asked_for_in_whole_blocks(method, tokens):
     assert {layer.capacity for layer in planned.layers} == {need}
 
 
+@pytest.mark.slow
 def test_generate_takes_little_more_than_it_needs(fake, model):
     """With the memory of a call before it, too: that is taken where it has at most 3 % more."""
     for tokens, captured in ((2500, 1), (2480, 1), (2400, 2), (2600, 3)):

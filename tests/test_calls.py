@@ -215,6 +215,7 @@ def test_a_model_that_was_compiled_before_patch(fullgraph):
     assert torch.equal(unpatch(model)(IDS).logits, stock)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_has_one_input_a_layer():
     """Guards and arguments of a compiled step cost the host as much as all that it computes, if there are hundreds."""
     model = patch(tiny_llama(num_hidden_layers=3), "turbo")

@@ -86,6 +86,7 @@ def calls_of(model: PreTrainedModel) -> list[int]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2.5, 3.5, 4.5])
 def test_bits_are_met_as_a_report_counts_them(bits: float):
     model = patch(noisy_llama(), bits=bits)
@@ -96,6 +97,7 @@ def test_bits_are_met_as_a_report_counts_them(bits: float):
     assert data["chosen"]["setting_kl"] <= 1.05 * min(one["kl"] for one in data["chosen"]["tried"])
 
 
+@pytest.mark.slow
 def test_more_bits_lose_less():
     model = noisy_llama()
     few, more = chosen(model, bits=2.5), chosen(model, bits=4.5)
@@ -142,6 +144,7 @@ def test_another_budget_measures_what_is_new_alone(nothing_known):
     assert chosen(model, bits=4.45).forwards == known and len(calls) <= 4  # of constants, which are the recipe's
 
 
+@pytest.mark.slow
 def test_a_key_channel_that_stands_out_is_not_spread_over_all():
     """Plain rotation does; what is chosen equalizes channels first, or has a scale for each."""
     model = stretched_llama()
@@ -225,6 +228,7 @@ def test_a_probe_that_fails_leaves_earlier_caches(probe_fails):
     assert torch.equal(model(ids[:, 100:], past_key_values=cache).logits, goes_on)
 
 
+@pytest.mark.slow
 def test_a_probe_that_fails_midway_keeps_what_was_known(monkeypatch, nothing_known):
     model = noisy_llama()
     chosen(model, bits=4.5)

@@ -322,6 +322,7 @@ def demo_output(model_dir, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_demo_compares_each_prompt(demo_output):
     out, data = demo_output("turbo")
     assert [row["prompt"]["name"] for row in data["prompts"]] == [p.name for p in demo_prompts()]
@@ -361,6 +362,7 @@ def test_demo_prompts_are_the_same_every_time_and_marked():
     assert is_right(total, " 41.") and is_right(Prompt("prose", "...", 8), "anything") is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal, which Windows has not")
 def test_demo_shows_progress_on_a_terminal(model_dir):
     import os

@@ -59,6 +59,7 @@ def changed_forwards(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
 def test_a_long_answer_changes_over(fake: FakeGraphs, backend: Backend, monkeypatch, model_type: str):
     in_packed_cache(monkeypatch)
@@ -107,6 +108,7 @@ def test_each_kind_of_step_counts_its_replays(fake: FakeGraphs, backend: Backend
     assert path(model) == ALL and backend.compiled > compiled
 
 
+@pytest.mark.slow
 def test_settings_of_decode(fake: FakeGraphs, backend: Backend):
     want = model_of("eager").generate(IDS, **GREEDY)
     for decode, ran, captures in (("graph", ("graph", None), 1), ("fused", ALL, 1)):
@@ -206,6 +208,7 @@ def test_other_threads_run_the_model_as_it_is(fake: FakeGraphs, backend: Backend
         assert seen
 
 
+@pytest.mark.slow
 def test_threads_change_over_while_others_generate(fake: FakeGraphs, backend: Backend):
     prompts = [random_ids(1 + i % 2, 60 + 10 * (i % 3), seed=i) for i in range(9)]
     eager, model = model_of("eager"), model_of()

@@ -125,6 +125,7 @@ def test_pages_hold_the_codes_of_a_cache(method: str):
                 assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_too_small_for_all_reads_some_again():
     """A request whose next block is not there gives its own back. Where codes are exact its answer is as before; one of
     packed codes, read again as a prompt, differs by roundings as every prompt does from steps."""
@@ -164,6 +165,7 @@ def test_the_report_says_whether_requests_read_codes(method: str, tokens: int, n
     assert ("no token has read a code" in " ".join(str(report(model)).split())) == bool(unread)
 
 
+@pytest.mark.slow
 def test_requests_wait_for_a_row():
     model, prompts = patch(tiny_llama(), "turbo"), prompts_of(50, 130, 64)
     got = batched(model, prompts, batching={"max_requests_per_batch": 2})
@@ -181,6 +183,7 @@ def test_answers_of_one_prompt_fork_its_pages(method: str):
     assert got == [alone(model, prompt)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("method", "shares"),
@@ -227,6 +230,7 @@ WITH_ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("method", WITH_ROWS)
 def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
@@ -240,6 +244,7 @@ def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
     assert report(model).to_dict()["continuous_batching"]["shares_prefixes"]
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("method", ["turbo", f"sinkq:{ALL}"])
 def test_a_prefix_is_kept_where_prompts_part(method: str):
@@ -253,6 +258,7 @@ def test_a_prefix_is_kept_where_prompts_part(method: str):
     assert [tokens for tokens in seen if tokens > 1] == [len(prompts[0]), 256, *rest]
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.product("turbo")
 @pytest.mark.parametrize("method", ["turbo", "turbo:sink_num=1,sink_window=0", f"sinkq:{ALL},group_size=64", "kivi"])
@@ -268,6 +274,7 @@ def test_kernels_share_prefixes_with_rows(method: str):
     assert [tokens for tokens in seen if tokens > 1] == [len(prompts[0]), len(prompts[1]) - 128]
 
 
+@pytest.mark.slow
 def test_requests_that_run_at_once_share_pages():
     model, (prefix, *ends) = patch(tiny_llama(), "turbo"), prompts_of(192, 5, 6, 7, 8)
     batched(model, [prefix + ends[0]])

@@ -60,6 +60,7 @@ def test_replays_give_the_tokens_of_eager(fake: FakeGraphs, case: Case):
         assert layer._used == other._used == 201 == int(layer.get_seq_length())
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_captured(fake: FakeGraphs, monkeypatch):
     """The first step runs eagerly under the watch, the second compiles, the third is captured; later calls replay."""
     asked, compile_ = [], torch.compile
@@ -123,6 +124,7 @@ def test_a_cache_that_somebody_holds_is_left_alone(fake, model):
     assert len(model._qattn.pool.idle) == 1
 
 
+@pytest.mark.slow
 def test_the_pool_is_bounded(fake, model, monkeypatch):
     monkeypatch.setattr(pool, "SIGNATURES", 5)  # which is more by default: each takes a call
     short = {**GREEDY, "max_new_tokens": 4}

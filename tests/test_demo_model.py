@@ -77,6 +77,7 @@ def test_tokenizer_starts_with_bos_and_keeps_digits_apart(loaded):
     assert all(len(t) == 1 for t in tokenizer.convert_ids_to_tokens(ids) if re.search(r"\d", t))
 
 
+@pytest.mark.slow
 def test_fresh_sums(loaded):
     rng = random.Random("test sums")
     asked = [few_shot(rng) for _ in range(PROMPTS)]
@@ -144,6 +145,7 @@ def test_training_model_is_transformers_llama(examples, loaded):
     assert hinge >= 0 and 0 < mass < 1
 
 
+@pytest.mark.slow
 def test_the_hybrid_is_trained_with_the_attention_of_gpt_oss(examples):
     """Sinks as keys are transformers' learned sinks, in windows and full layers; the trained model is what is saved."""
     script = examples("train_hybrid_model")

@@ -80,6 +80,7 @@ def test_record_of_failed_tests_says_that_they_failed(tmp_path):
     assert result["exit_code"] == 3 and result["rows"][0]["outcome"] == "failed"
 
 
+@pytest.mark.slow
 def test_record_keeps_what_was_printed_until_it_was_stopped(tmp_path):
     code = "import time; print('{\"kl\": 1}', flush=True); time.sleep(60)"
     given = ["sample", "--failed", "--results", str(tmp_path), "--", "python", "-c", code]
@@ -212,6 +213,7 @@ def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
     assert text.count("Not measured yet.") == 2
 
 
+@pytest.mark.slow
 def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
     """Results of the parts that work are written, the old result of the one that fails stays, the exit code tells."""
     ok, bad = (["python", "-c", code] for code in ("print('{\"ms\": 1}')", "print('{\"ms\": 2}'); raise SystemExit(3)"))
@@ -227,6 +229,7 @@ def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
     assert "== a" in said and "a: FAILED" in said and "b: recorded" in said
 
 
+@pytest.mark.slow
 def test_parts_go_to_all_gpus_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

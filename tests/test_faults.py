@@ -74,6 +74,7 @@ def fails_everywhere(
         assert same_state(layer, other) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)

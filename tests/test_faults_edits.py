@@ -223,6 +223,7 @@ def test_a_file_that_a_cache_maps_is_never_written(edit: str, tmp_path: Path):
     assert file.read_bytes() == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["crop", "step"])
 def test_an_interrupt_while_a_cache_is_put_back(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ctrl-C twice: during a crop or a step, and at each line that puts the cache back."""

@@ -81,6 +81,7 @@ def test_what_breaks_between_steps(what: str, error: type[BaseException]):
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), want)
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -105,6 +106,7 @@ def test_generate_that_fails_at_any_allocation(case: Case, error: type[BaseExcep
     assert torch.equal(model.generate(IDS, **GREEDY), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_threads_with_a_cache_each(case: Case):
     """Two conversations over one model at once: tokens and caches as of one after the other."""

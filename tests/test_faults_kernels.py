@@ -58,6 +58,7 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Any:
     return calls.append
 
 
+@pytest.mark.slow
 @pytest.mark.product("step-turbo")
 @pytest.mark.parametrize(("call", "case"), PAIRS, ids=pair_id)
 def test_a_call_that_fails_has_never_been(launching, call: str, case: Case):
@@ -78,6 +79,7 @@ def interrupting(launching: Any) -> list[int]:
     return left
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.product("step-turbo")
 @pytest.mark.parametrize(("call", "case"), INTERRUPTED, ids=pair_id)
@@ -105,6 +107,7 @@ EDITS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.product("crop-turbo")
 @pytest.mark.parametrize("case", [CASES[0], *(case for case in CASES if case[0] == "sinkq")], ids=case_id)

@@ -103,6 +103,7 @@ def test_the_front_holds_what_nothing_beats():
     assert pareto([]) == []
 
 
+@pytest.mark.slow
 def test_full_precision_in_the_packed_frame_loses_nothing(rows):
     """fp32 sums of 256 channels and some hundred tokens in another order: errors of 1e-6 relative at most."""
     found = rows["none"]
@@ -228,6 +229,7 @@ def test_rows_are_parted_evenly():
 COMPARE = ("compare", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_rows_and_a_picture(qattn, tmp_path):
     small = ("--rows", "1", "--tokens", "150", "--steps", "2", "--dtype", "float32")
     files = ("--output", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "rows.png"))
@@ -243,6 +245,7 @@ def test_the_command_prints_a_table_and_writes_rows_and_a_picture(qattn, tmp_pat
     assert code == 0 and row["method"] == "int8" and row["kl_se"] is None and len(row["layers"]) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -68,6 +68,7 @@ def test_batches_hold_so_many_tokens_with_padding_and_every_row_once():
     assert all(len(batch) * max(len(row.ids) for row in batch) <= 64 for batch in found)
 
 
+@pytest.mark.slow
 def test_a_model_learns_and_is_written_as_a_folder(file, tmp_path, capsys):
     arguments = [str(demo_model_dir()), str(tmp_path / "out"), "--data", "gsm8k", "--train", str(file)]
     fine_tune.main([*arguments, "--epochs", "8", "--tokens", "512", "--device", "cpu", "--rate", "1e-3"])

@@ -14,7 +14,7 @@ import pytest
 from qattn_hf.bench import first_call
 
 
-@pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_first_calls_are_measured_in_two_processes(qattn, monkeypatch, started: bool):
     folders = []
 

@@ -56,6 +56,7 @@ def test_a_draft_that_exits_early_leaves_the_answer(method):
     assert model.config.num_hidden_layers == 2
 
 
+@pytest.mark.slow
 def test_sampled_drafts_equal_those_of_the_stock_cache():
     def answer(method: str | None) -> torch.Tensor:
         model, draft = lively(), lively(hidden_size=32)
@@ -115,6 +116,7 @@ def test_scores_and_logits_are_those_of_the_stock_cache():
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(want[name]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["none", "turbo"])
 def test_stop_strings_cut_the_answer(method):
     model = patch(AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32), method)
@@ -148,6 +150,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", [None, [add]], ids=["system", "tools"])
 def test_chat_keeps_its_cache_over_turns(tools):
     """The system prompt, the tools and every turn are read once: each call brings its new tokens alone."""

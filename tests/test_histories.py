@@ -188,7 +188,9 @@ def test_more_conversations(case, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sliding", ["packed", "exact"])
-@pytest.mark.parametrize("case", [("turbo", {}), ("kivi", {"bits": 2})], ids=case_id)
+@pytest.mark.parametrize(
+    "case", [("turbo", {}), pytest.param(("kivi", {"bits": 2}), marks=pytest.mark.exhaustive)], ids=case_id
+)
 def test_windows_beside_full_attention(case, sliding, tmp_path):
     sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
     kinds = ["full_attention", "sliding_attention"] * 2

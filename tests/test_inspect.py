@@ -104,6 +104,7 @@ def test_every_head_has_a_plot_at_most_eight_a_row_with_labels():
     assert len(first) == 5 and all("minimum to maximum" in axes.get_ylabel() for axes in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picture", [heads, value_gaps])
 def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
     """Labels of layers, of heads and of bits do not overlap in the drawing."""
@@ -125,6 +126,7 @@ def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
             assert sum(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]) == 0
 
 
+@pytest.mark.slow
 def test_the_command_draws_every_picture(tmp_path, qattn):
     numbers = tmp_path / "numbers.json"
     sizes = ("--tokens", "150", "--layer", "2", "--device", "cpu")

@@ -229,6 +229,7 @@ def test_the_scores_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch, mod
     assert {int(layer.state["length"]) for layer in cache.packed} == {TOKENS // 4}
 
 
+@pytest.mark.slow
 def test_the_measurement_of_pruned_prompts_runs(capsys: pytest.CaptureFixture):
     script = importlib.import_module("pruning")
     script.main(["--rows", "2", "--prompt", "100", "--after", "40", "--methods", "none;turbo", "--shares", "0.5"])
@@ -239,6 +240,7 @@ def test_the_measurement_of_pruned_prompts_runs(capsys: pytest.CaptureFixture):
     assert rows[0]["kl"] == 0 and rows[0]["kv_bytes"] > rows[1]["kv_bytes"] == rows[2]["kv_bytes"]
 
 
+@pytest.mark.slow
 def test_the_measurement_of_pass_keys_runs(tmp_path: Path, capsys: pytest.CaptureFixture):
     book = tmp_path / "book.txt"
     book.write_text("It was a quiet evening, and nobody spoke. " * 40)

@@ -131,6 +131,7 @@ def test_a_reader_that_fails_leaves_the_call_before(sliding: str, tokens: int):
         assert torch.equal(*(model(ids, past_key_values=each).logits for each in (cache, twin)))
 
 
+@pytest.mark.slow
 def test_captured_steps(fake):
     """With packed windows every layer is packed, so steps are captured."""
     model = as_on_a_gpu(model_of("gemma3n_text"))
@@ -143,7 +144,7 @@ def test_captured_steps(fake):
     assert fake.captured == 1 and fake.replayed > GREEDY["max_new_tokens"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_compiled_steps_copy_no_arena():
     """Of windows and of layers that others read. Inductor would, if a step changed one by two operators."""

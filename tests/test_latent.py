@@ -49,6 +49,7 @@ def model(request) -> PreTrainedModel:
     return tiny(request.param)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_stock_models(model):
     want, logits = model.generate(IDS, attention_mask=MASK, **GREEDY), model(IDS).logits
     patched(model)

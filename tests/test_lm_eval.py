@@ -69,6 +69,7 @@ def by_hand(model: Any, tokens: list[int], chunk: int) -> float:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [{"method": "turbo", "bits": 2}, {"method": "int8"}])
 def test_rolling_score_is_a_hand_made_loop_through_the_cache(lm, method):
     harness = lm(chunk=32, **method)
@@ -84,6 +85,7 @@ def test_a_rough_cache_is_seen_in_the_score_and_not_by_lm_evals_own_model(lm, lo
     assert packed < full - 5 and abs(stock - full) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.product("method1")
 @pytest.mark.parametrize("method", [{}, {"method": "turbo"}, {"method": "kivi", "residual_length": 32}])
 def test_rows_of_a_batch_score_as_they_do_alone(lm, method):
@@ -98,6 +100,7 @@ def test_rows_of_a_batch_score_as_they_do_alone(lm, method):
         assert value == pytest.approx(one, abs=close) and greedy == greedy_alone
 
 
+@pytest.mark.slow
 def test_choices_of_one_token_share_a_row_and_the_likeliest_is_greedy(lm):
     model = lm(method="turbo")
     found = scores(model, (LONG, " the"), (LONG, " had"), (LONG, " was"), (MIDDLE, " was"))
@@ -137,6 +140,7 @@ def test_results_say_how_much_was_read_from_packed_tokens(lm):
     assert "nothing packed" in lm(method="full").mode and "nothing packed" in lm(method="sage2", cache="model").mode
 
 
+@pytest.mark.slow
 def test_generate_until_is_generate_of_the_patched_model(lm, loaded):
     """Rows of other lengths, padded on the left, through one fresh cache a batch."""
     model, tokenizer = loaded
@@ -152,6 +156,7 @@ def test_generate_until_is_generate_of_the_patched_model(lm, loaded):
     assert usage["requests"] == usage["packed_requests"] == 2 and usage["generated"] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "turbo"])
 def test_tasks_share_batches_and_are_counted_apart(lm, monkeypatch, method):
     """Answers and usage equal a run task by task, in fewer calls of `generate`."""
@@ -181,6 +186,7 @@ def test_tasks_share_batches_and_are_counted_apart(lm, monkeypatch, method):
         assert [getattr(mixed, one) for one in counts] == pytest.approx([getattr(alone, one) for one in counts])
 
 
+@pytest.mark.slow
 def test_a_batch_begins_with_an_empty_cache(lm):
     model = lm(method="turbo", batch_size=1)
     options = {"max_gen_toks": 4, "until": []}

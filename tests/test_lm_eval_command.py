@@ -38,6 +38,7 @@ def qattn(qattn, monkeypatch):
     return functools.partial(qattn, "eval")
 
 
+@pytest.mark.slow
 def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
     target = tmp_path / "rows.json"
     methods = ("--method", "full", "--method", "turbo:k_bits=4,v_bits=2", "--recipe", "turbo_sink")
@@ -57,6 +58,7 @@ def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
     assert written["versions"]["torch"] and written["command"].startswith("qattn")
 
 
+@pytest.mark.slow
 def test_lm_evals_own_tasks_are_looked_for_only_where_they_may_be_meant(qattn, monkeypatch):
     """To find them takes seconds."""
     from qattn_hf.lm_eval import run as evaluation
@@ -74,6 +76,7 @@ def test_lm_evals_own_tasks_are_looked_for_only_where_they_may_be_meant(qattn, m
     assert code != 0 and "of_others" in err and looked == [False, False, True]
 
 
+@pytest.mark.slow
 def test_rows_as_json(qattn):
     arguments = ("--task", "recall_10", "--limit", "1", "--method", "int8", "--max-new-tokens", "2", "--json")
     code, out, _ = qattn(*arguments)
@@ -134,7 +137,7 @@ def forked_twice(folder: Path, port: str, *arguments: str) -> None:
         forked.wait(child, text)
 
 
-@pytest.mark.parametrize("start", [forked_twice, pytest.param(launched, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", [forked_twice, pytest.param(launched, marks=pytest.mark.exhaustive)])
 def test_lm_evals_command_line_runs_on_two_processes(tmp_path, start):
     """Over gloo: each answers half of the rows, the first writes one result."""
     pytest.importorskip("lm_eval", reason=WHY)

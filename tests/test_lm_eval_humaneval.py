@@ -75,11 +75,13 @@ def solution(task: str, row: dict[str, Any], target: str) -> str:
     return row["canonical_solution"]
 
 
+@pytest.mark.slow
 def test_right_programs_pass_and_wrong_ones_do_not(score):
     assert score("qattn_humaneval", solution)["pass@1"] == 1
     assert score("qattn_humaneval", lambda *_: "    return None and 0\n")["pass@1"] == 0
 
 
+@pytest.mark.slow
 def test_one_right_sample_of_ten(score):
     turn = itertools.count()
 
@@ -90,6 +92,7 @@ def test_one_right_sample_of_ten(score):
     assert found["pass@1"] == pytest.approx(0.1) and found["pass@10"] == 1
 
 
+@pytest.mark.slow
 def test_nothing_runs_without_consent(score):
     with pytest.raises(ValueError, match="unsafe"):
         score("qattn_humaneval", solution, consent=False)

@@ -138,6 +138,7 @@ def results(model: LM, manager: TaskManager, names: list[str], limit: int | None
     return evaluate(model, manager.load(names), limit=limit, bootstrap_iters=0, log_samples=False)["results"]
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("names", "metric"),
@@ -181,6 +182,7 @@ def test_pages_of_wikitext_begin_at_headings_of_the_first_level(manager, data):
     assert all(row["page"].startswith(" = ") and not row["page"].startswith(" = =") for row in rows)
 
 
+@pytest.mark.slow
 def test_perplexity_of_wikitext_is_that_of_what_the_cache_kept(tmp_path):
     with task_folders(made(tmp_path)) as folders:
         found = task_manager(folders)
@@ -194,6 +196,7 @@ def test_perplexity_of_wikitext_is_that_of_what_the_cache_kept(tmp_path):
     assert scored["turbo"] > 1.1 * scored["full"] > 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [demo_model_dir(), REAL.parent / "models" / "tiny-llama-28m"], ids=lambda x: x.name)
 def test_rows_run_end_to_end_through_lm_evals_own_tasks(manager, data, path):
     """And a packed cache; a score near zero is fine."""
@@ -227,6 +230,7 @@ def test_an_oracle_scores_one_on_what_comes_from_a_seed(without_data):
     assert all(found["drift"][f"quarter_{i},none"] == 1 for i in (1, 2, 3, 4))
 
 
+@pytest.mark.slow
 def test_needles_lie_at_their_depths_in_texts_of_their_lengths(without_data):
     names = ["needle_single", "needle_multikey"]
     tasks = without_data.load(names)["tasks"]
@@ -275,7 +279,7 @@ def plain(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8").replace("!function ", ""))
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_task_files_name_tasks_that_lm_eval_has_and_hide_none(caplog, every: bool):
     """Groups are small lists of stock names; a name that lm-eval drops would fail only when it is run.
 

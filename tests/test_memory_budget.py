@@ -217,6 +217,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(steps=STEPS, seed=st.integers(0, 99), room=st.integers(60_000, 140_000))
 @settings(max_examples=20, deadline=None)
 def test_histories_keep_to_the_memory_and_lose_no_more_than_2_bits(steps, seed, room):
@@ -258,6 +259,7 @@ def kv_bytes(model: Any) -> int:
     return report(model).to_dict()["kv_bytes"]
 
 
+@pytest.mark.slow
 def test_generate_outgrows_its_memory_and_reports_what_it_has():
     """2 rows of 300 tokens take 307 kB in full precision; in 152 kB some of their blocks have fewer than 8 bits."""
     plenty = patch(tiny_llama(), "turbo", memory="1GiB")
@@ -293,6 +295,7 @@ def test_too_little_memory_is_said_before_anything_is_written():
     assert model.generate(IDS[:1, :20], do_sample=False, max_new_tokens=4).shape == (1, 24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 4}], ids=str)
 def test_beams_and_drafts(how):
     ids = IDS[:, :100] if "num_beams" in how else IDS[:1, :100]
@@ -306,6 +309,7 @@ def test_beams_and_drafts(how):
     assert report(tight).to_dict()["effective_bits"] < 8
 
 
+@pytest.mark.slow
 def test_captured_steps_end_where_bits_change(monkeypatch):
     graphs = FakeGraphs()
     monkeypatch.setattr(graph, "record", graphs.record)

@@ -64,6 +64,7 @@ def batches(model_type: str) -> str:
 LATE = ("one length of all rows", "KV heads", "several times")  # refused by a forward, or by the modules
 
 
+@pytest.mark.slow
 @needs_recorded_version
 def test_types_batch_as_recorded():
     recorded = {name: row["batching"] for name, row in ROWS.items() if "batching" in row}
@@ -91,7 +92,7 @@ def swept(*arguments: str) -> dict[str, dict[str, Any]]:
     return {row["model_type"]: row for row in map(json.loads, found.stdout.splitlines())}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_sweep_measures_types_in_processes():
     rows = swept("gemma3_text", "diffllama")
     assert len(rows) == 2

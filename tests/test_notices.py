@@ -76,6 +76,7 @@ def test_the_warning_is_true(method: str):
     assert bool(found) == (method in EXACT_PROMPTS) == (bool(exact) and method != "none")
 
 
+@pytest.mark.slow
 def test_what_reads_its_codes_or_goes_on_does_not_warn():
     model = patch(tiny_llama(), "kivi")
 

@@ -118,6 +118,7 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     assert "Verdict: turbo picks" in answered
 
 
+@pytest.mark.slow
 def test_editable_install_works_from_another_directory(fresh_environment, tmp_path):
     install(fresh_environment, "--editable", ROOT)
     found, _ = smoke(fresh_environment, tmp_path / "elsewhere")
@@ -241,6 +242,7 @@ print({row["kernels"] for row in report(model).to_dict()["layers"]}, "triton" in
 """
 
 
+@pytest.mark.slow
 def test_the_package_imports_and_generates_without_triton(tmp_path):
     """As on macOS and Windows, where no Triton is installed: nothing imports it, and the reference computes."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))

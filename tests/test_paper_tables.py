@@ -224,6 +224,7 @@ def test_a_model_that_is_not_here_is_named():
         paper.main(["sinkq_groups"])
 
 
+@pytest.mark.slow
 def test_tasks_read_the_packed_cache_and_a_baseline(capsys, monkeypatch):
     """Full precision, a method and a baseline each answer, and the table has their scores next to the paper's."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qattn-hf[eval]'")

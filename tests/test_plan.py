@@ -227,6 +227,7 @@ def test_experts_are_counted():
     assert memory.activations > 2 * 1024 * 256 * 2  # two experts a token, one intermediate tensor of each in bf16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "turbo"])
 def test_the_longest_context_fits_and_a_longer_one_does_not(method):
     planner = Planner(config_of(), fixed=0)
@@ -240,6 +241,7 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(method):
     assert planner.longest(planner.weight_bytes, way) == planner.largest(planner.weight_bytes, way, 64) == 0
 
 
+@pytest.mark.slow
 def test_smaller_chunks_leave_more_for_the_cache():
     whole, cut = Planner(config_of(), fixed=0), Planner(config_of(), fixed=0, prefill_chunk_size=512)
     longest = whole.longest(64 * MIB, whole.way("turbo"))
@@ -299,6 +301,7 @@ def test_what_cannot_be_planned():
     assert Planner(quantized, weight_bytes=5 * MIB).weight_bytes == 5 * MIB
 
 
+@pytest.mark.slow
 def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch):
     """There `run` generates; here contexts up to a share of the planned one run."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "eval")

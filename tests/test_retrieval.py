@@ -142,6 +142,7 @@ def test_questions_follow_the_text_or_each_other(demo):
     assert cache.get_seq_length() == 300 - len(hidden.questions)  # the last token of an answer is not read
 
 
+@pytest.mark.slow
 def test_a_coarse_cache_loses_what_full_precision_finds(demo):
     maker = PromptMaker(demo.tokenizer, "pairs")
     coarse = "kivi:bits=2,group_size=128,residual_length=0"
@@ -176,6 +177,7 @@ def test_what_cannot_be_judged_is_said(demo):
     unpatch(demo.model)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, qattn):
     asked = ["retrieval", "--device", "cpu", "--lengths", "200", "--depths", "30,90", "--method", "int8"]
     asked += ["--dtype", "float32"]  # many CPUs have no products of bf16

@@ -91,6 +91,7 @@ def test_a_patched_model_is_refused():
         compare_rollouts(model, find_recipes(["turbo"]), random_ids(1, 70), 8)
 
 
+@pytest.mark.slow
 def test_the_command(capsys):
     small = ["rollout", "--device", "cpu", "--rows", "1", "--tokens", "120", "--new-tokens", "8", "--method", "turbo"]
     small += ["--dtype", "float32"]  # many CPUs have no products of bf16

@@ -77,6 +77,7 @@ def test_layers_that_are_the_models_own_are_saved_too(family: str, tmp_path: Pat
         assert torch.equal(answers(model, loaded), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [150, 15])
 def test_packed_windows_are_saved_too(prefix: int, tmp_path: Path):
     model = patch(tiny("gemma2"), "turbo", impl="reference", family=False, sliding="packed")

@@ -39,6 +39,7 @@ def patched(model: PreTrainedModel, method: str = "none", sliding: str = "packed
     return patch(model, method, family=False, sliding=sliding, crop_horizon=32, **settings)
 
 
+@pytest.mark.slow
 def test_what_a_report_says():
     text, data = {}, {}
     for sliding in ("packed", "exact"):
@@ -128,6 +129,7 @@ def test_windows_that_cannot_be_packed():
         patched(tiny("gemma2"), sliding="yes")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:nothing is packed")
 @pytest.mark.parametrize("family", ["mistral", "llama4_text"])
 def test_unquantized_windows_lose_nothing(family, monkeypatch):
@@ -183,6 +185,7 @@ def test_crop_is_checked_in_all_layers_before_any_changes():
     assert torch.equal(model(IDS[:, :9], past_key_values=cache).logits, want)
 
 
+@pytest.mark.slow
 def test_compiled_steps_pass_the_capacity():
     """They cannot ask whether a layer is full, so blocks move inside them; a compiled prompt is refused."""
     model = patched(tiny("gemma3_text"), "int8")

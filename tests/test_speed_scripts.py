@@ -26,6 +26,7 @@ def test_every_kernel_closes_blocks(script, capsys):
     assert row["finite"] and row["closed_blocks"] == 4
 
 
+@pytest.mark.slow
 def test_sparse_v_is_judged_against_reading_every_value(script, monkeypatch):
     from qattn_hf.assets import demo_model_dir
     from qattn_hf.bench.model import load_model
@@ -50,6 +51,7 @@ def test_pictures_show_the_recorded_rows(script):
     assert where and {row["batch"] for row in rows} == set(pictures.BATCHES)
 
 
+@pytest.mark.slow
 def test_a_generation_outgrows_its_memory(script, capsys):
     script("budget").main(["--quick"])
     row = json.loads(capsys.readouterr().out)
@@ -66,6 +68,7 @@ def test_latent_attention_is_timed_beside_stock(script, capsys, monkeypatch):
     assert all(row["ms"] > 0 for row in rows) and {row["new_tokens"] for row in rows} == {1, 64}
 
 
+@pytest.mark.slow
 def test_beams_and_drafts_are_timed_with_drafts_that_are_all_accepted_or_none(script, capsys):
     beams_speed, new = script("beams_speed"), 12
     options = ["--quick", "--context", "110", "--new-tokens", str(new), "--way", "stock", "--way", "none eager"]

@@ -37,6 +37,7 @@ def with_learned_sinks() -> PreTrainedModel:
     return tiny("gpt_oss", layer_types=["full_attention"] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"), [(tiny_llama, SETTINGS), (with_learned_sinks, ["turbo:bits=mixed", "sinkq", "low3"])]
 )

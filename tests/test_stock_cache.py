@@ -74,6 +74,7 @@ def test_chunks_and_steps_equal_full_precision_without_codes(kind):
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_kernels_in_a_model():
     """In the interpreter without a GPU; over a static cache, in chunks and padded."""
@@ -141,6 +142,7 @@ def test_softcap_in_long_and_short_calls():
     torch.testing.assert_close(got[real], want[:, TOKENS:][real], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiles_over_a_static_cache_without_a_break():
     model, ids = tiny_llama(num_hidden_layers=1), random_ids(1, TOKENS + 1)
     patch(model, **OVER)

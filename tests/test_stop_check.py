@@ -26,6 +26,7 @@ def eager(model: LlamaForCausalLM, ids: torch.Tensor, **kwargs: Any) -> torch.Te
     return patch(unpatch(copy.deepcopy(model)), "turbo", decode="eager").generate(ids, do_sample=False, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returned", [True, False])
 def test_deferred_stop(fake, model, monkeypatch, returned):
     """With replayed steps the stop is read one step late, which runs one step too many.

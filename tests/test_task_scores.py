@@ -19,6 +19,7 @@ FOLDER = str(demo_model_dir())
 USAGE = {"requests": 2, "packed_requests": 2, "effective_bits": 4.0, "tokens": 100, "generated": 8, "seconds": 1.5}
 
 
+@pytest.mark.slow
 def test_a_unit_is_measured_and_agrees_with_itself(monkeypatch):
     recall = task_scores.Task("recall_40", "exact_match", "first-number", 4, 8)
     monkeypatch.setitem(task_scores.TASKS, "recall", recall)

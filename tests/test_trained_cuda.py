@@ -76,6 +76,7 @@ SOME: list[Case] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.product
 @pytest.mark.parametrize("case", cases() if ON_GPU else SOME, ids=case_id)

@@ -90,6 +90,7 @@ def test_adapters_of_peft_train():
     assert equal(step(model), want)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_trains():
     model = tiny().train()
     want = step(model)
@@ -230,6 +231,7 @@ def test_copies_made_while_the_model_trains_pack_again():
     assert twin.config._attn_implementation == model.config._attn_implementation == "qattn"
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_written():
     page = (Path(__file__).resolve().parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
@@ -253,6 +255,7 @@ def small_grpo(*more: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_measurement_of_rewards_runs(tmp_path: Path):
     rows = small_grpo("--methods", "bf16;turbo")
     assert [(row["setting"], row.get("step")) for row in rows] == [

@@ -108,6 +108,7 @@ def test_a_trial_counts_what_readers_of_its_keys_lose():
     assert found == pytest.approx(figures["kl"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_budget_in_bits_is_met_by_real_tensors(by_bits, readings):
     model = patch(noisy_llama(), recipe=by_bits.recipe)
     *_, last = feed(model, readings[0].ids, cuts(300, 61))
@@ -118,6 +119,7 @@ def test_a_budget_in_bits_is_met_by_real_tensors(by_bits, readings):
     assert bits_total(model.config, specs, AT, torch.float32) == pytest.approx(bits)
 
 
+@pytest.mark.slow
 def test_it_loses_no_more_than_the_uniform_recipe_of_its_bits(by_bits, readings):
     tuned, half = by_bits.checked
     assert half["effective_bits_total"] >= 5.84  # else the budget would not compare them
@@ -126,6 +128,7 @@ def test_it_loses_no_more_than_the_uniform_recipe_of_its_bits(by_bits, readings)
     assert measured == pytest.approx(by_bits.predicted, rel=0.5)  # predicted on full-precision inputs
 
 
+@pytest.mark.slow
 def test_a_budget_in_kl_is_met_as_measured(readings):
     model, candidates = noisy_llama(), find_recipes(CANDIDATES)
     found = tune(model, candidates, *readings, Budget(kl=0.02, at_tokens=AT))

@@ -47,6 +47,7 @@ def test_a_candidate_with_constants_of_the_model_is_tried_with_them(readings, ca
     assert alone == pytest.approx(compare(model, recipes, readings[0])[0]["kl"], rel=2e-2)
 
 
+@pytest.mark.slow
 def test_few_trials_tell_the_others(readings):
     """With two trials per layer, estimates are within a factor of two of a separate trial."""
     model, candidates = noisy_llama(), find_recipes([*CANDIDATES, "turbo:bits=2", "low3", "turbo"])
@@ -70,6 +71,7 @@ def tuner(readings):
     return found
 
 
+@pytest.mark.slow
 def test_losses_of_layers_add_up_to_the_loss_of_all(tuner):
     """Of every candidate, and of 2 bits in all heads of a side."""
     model, wholes = noisy_llama(), tuner.screened.wholes
@@ -90,6 +92,7 @@ def test_losses_of_layers_add_up_to_the_loss_of_all(tuner):
         assert sum(all_layers) == pytest.approx(wholes[f"{PLAIN}, 2 bits in {variant} heads"])
 
 
+@pytest.mark.slow
 def test_options_of_all_layers_are_tried_together(tuner):
     assert tuner.whole(tuner.in_all_layers("low3")) == pytest.approx(tuner.screened.wholes["low3"], rel=1e-3)
 

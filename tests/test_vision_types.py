@@ -112,6 +112,7 @@ def test_a_prompt_that_is_read_in_both_directions_is_refused_by_patch():
         patch(tiny("paligemma"), "none")
 
 
+@pytest.mark.slow
 def test_text_without_an_image_runs_where_images_are_refused():
     model, ids = tiny("gemma3"), prompt("gemma3")["input_ids"].clamp(max=90)
     want = model.generate(ids, **STEPS)

@@ -58,6 +58,7 @@ QUICK = "torchao INT8"
 SLOW = [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow, id=name) for name in KINDS]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("name", SLOW)
 def test_quantized_weights_stay_as_they_are(name):

@@ -162,6 +162,7 @@ COPIES: dict[str, Callable[[QAttnLayer], QAttnLayer]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     case=st.sampled_from([BARE, ("int8", {}), ("none", {}), ("kivi", {})]),

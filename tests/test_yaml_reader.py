@@ -204,6 +204,7 @@ texts = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(texts.map(str.encode) | st.binary())
 def test_any_file_is_a_recipe_or_one_short_error(path: Path, content: bytes):
@@ -214,6 +215,7 @@ def test_any_file_is_a_recipe_or_one_short_error(path: Path, content: bytes):
         assert str(path) in str(error) and str(error).isprintable() and len(str(error)) <= LONGEST
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(keys, values | st.sampled_from([10**5000, "x" * 5000, {10**5000: {}}])))
 def test_any_keywords_are_a_recipe_or_one_short_error(found: dict[str, Any]):

@@ -181,7 +181,9 @@ def test_decode_step_is_one_graph_at_fixed_addresses(model: LlamaForCausalLM, me
 
 
 @pytest.mark.slow
-@some_methods
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=pytest.mark.exhaustive) for method in ("turbo", "kivi", "sinkq")] + ["int8"]
+)
 def test_generate_compiles_at_most_three_graphs(model: LlamaForCausalLM, method: str):
     patch(model, method)
     torch._dynamo.utils.counters.clear()

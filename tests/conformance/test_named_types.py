@@ -313,6 +313,7 @@ def test_copies(row: Row, copied: Callable[[QAttnCache], QAttnCache], method: st
     check_unchanged(row, method, change)
 
 
+@pytest.mark.slow
 @pytest.mark.product("mistral-packed")
 @rows
 def test_compiled_steps(row: Row):

@@ -39,6 +39,7 @@ def check(stage: int, aged: int, qkv: Inputs, cuts: list[int], blocks: int = 6, 
     assert max(error(*pair) for pair in zip(*outs, strict=True)) < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "aged"), STAGES)
 def test_steps_over_blocks_of_two_widths(stage, aged):
     check(stage, aged, inputs(2, 195), [150, 192, 193, 195])
@@ -80,6 +81,7 @@ def test_long_context_stage_by_stage(dim):
     assert max(error(*pair) for pair in zip(*outs, strict=True)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_8_bits_err_as_little_as_int8():
     """K8V8 has INT8 numbers with a scale a block, `int8` with a scale a token: errors of the same size."""
     qkv = inputs(1, 192, kind="outlier")

@@ -32,6 +32,7 @@ def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
     assert differing(*layers) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [TURBO, INT8, KIVI, FORMATS[6], ("sage2", {})], ids=case_id)
 def test_a_block_of_a_long_call_is_written_by_one_program_or_two(case: Case, monkeypatch):
     """Bits and outputs are equal, with old tokens, masked tokens and tokens past a row's end."""
@@ -46,6 +47,7 @@ def test_a_block_of_a_long_call_is_written_by_one_program_or_two(case: Case, mon
     assert all(map(torch.equal, *outs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [("turbo", {}), ("sinkq", {"group_size": 32, "residual_length": 0})], ids=case_id)
 def test_queries_are_rotated_by_programs_of_their_own_or_by_the_last_ones(case: Case, monkeypatch):
     """The same outputs, also where the last program has a block to close."""
@@ -72,6 +74,7 @@ def test_a_block_closes_by_a_token_of_the_next_one(case: Case):
     assert differing(one, other) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [INT8, ("fp8", {}), NONE], ids=case_id)
 def test_a_decode_writes_what_an_append_would(case: Case, monkeypatch):
     """Bits and outputs are equal: in rows without a token, of a token that is not finite, and after a crop."""

@@ -30,6 +30,7 @@ def compiled() -> list[list[str]]:
     return [line.split() for line in found.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", MOST)
 def test_ten_shapes_compile_each_kernel_once(compiled: list[list[str]], method: str):
     kernels = Counter(name for served, when, name in compiled if (served, when) == (method, "cold"))
@@ -39,6 +40,7 @@ def test_ten_shapes_compile_each_kernel_once(compiled: list[list[str]], method: 
     assert kernels.total() <= MOST[method]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["turbo", "sage2", "sinkq"])
 def test_what_patch_begins_to_compile_is_all_that_they_need(compiled: list[list[str]], method: str):
     assert not [name for served, when, name in compiled if (served, when) == (method, "warm")]

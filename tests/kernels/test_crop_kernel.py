@@ -96,6 +96,7 @@ def test_tokens_are_taken_back_as_in_the_reference(case: Case, drops: list[int])
         pair.crop(drop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", POOLS, ids=case_id)
 def test_a_pool_is_rolled_back_by_any_number_of_tokens_within_the_horizon(case: Case):
     """Up to two blocks reopen: their sinks go, and what they pushed out of the pool or its window is back."""

@@ -37,6 +37,7 @@ def test_a_row_without_a_token_leaves_nothing_of_its_column(case: Case):
     assert outputs[1][0].eq(0).all() and error(outputs[1], outputs[0]) < 0.04  # as codes cost: test_fused_kernels.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [13, 15, 17])
 def test_as_many_parts_as_a_merge_reads_early_and_one_more(blocks: int):
     """Two blocks per part and the ring give 8, 9 and 10 parts. The oldest and the newest token matter most."""

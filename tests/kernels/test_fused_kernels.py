@@ -95,6 +95,7 @@ def test_state_is_the_references_bit_for_bit(case: Case):
     assert torch.equal(got[0][0, :, :5], torch.zeros_like(got[0][0, :, :5]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, 33], ids=["short", "long"])
 def test_columns_of_padding_in_the_last_of_many_rows(tokens: int):
     """More rows than one program takes at once when it commits their lengths."""
@@ -134,6 +135,7 @@ def test_several_queries_are_single_steps(case: Case, tokens: int):
     torch.testing.assert_close(many, torch.cat(one, 2), atol=1e-5, rtol=1e-5)  # fp32 sums of other splits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 5, 31] if ON_GPU else [1, 5])
 def test_every_pair_of_widths(tokens: int):
     """Four heads with 4 and 4 bits, 4 and 2, 2 and 4, 2 and 2. Each pair has a separate loop."""
@@ -162,6 +164,7 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
     assert max(map(error, got, want)) < 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "cuts"), [({"sink_num": 2}, [50, 64, 69]), ({"buffer_size": 128}, [120, 128, 133])], ids=str
 )

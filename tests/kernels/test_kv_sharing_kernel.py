@@ -31,6 +31,7 @@ def layers(case: Case, window: int = 0) -> tuple[QAttnLayer, ...]:
     return tuple(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
 def test_readers(case: Case):
     """A padded prompt, steps (the second has a launch plan), a few tokens, and a later prompt."""

@@ -52,6 +52,7 @@ def check(case: Case, qkv, cuts: list[int], first: int = 0, scores: Scores | Non
     assert max(map(error, got, want)) < limit
 
 
+@pytest.mark.slow
 @poisoned
 @pytest.mark.product("int8")
 @pytest.mark.parametrize("case", CASES, ids=case_id)

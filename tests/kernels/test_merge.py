@@ -54,6 +54,7 @@ def run_steps(run, case: Case, sinks: bool = False) -> tuple[QAttnLayer, Outputs
     return layer, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "sinks"), [(NONE, True), *((case, False) for case in SETTINGS)], ids=str)
 def test_programs_of_any_shape_have_equal_results(case: Case, sinks: bool, monkeypatch: pytest.MonkeyPatch):
     """A prompt, a step that closes a block, rows without tokens, a call of two tokens, three query heads a KV head.
@@ -78,6 +79,7 @@ def test_programs_of_any_shape_have_equal_results(case: Case, sinks: bool, monke
             torch.testing.assert_close(out, out3, rtol=0.05, atol=0.05)  # a wrong or missing split is off by 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [INT8, ("fp8", {})], ids=str)
 def test_one_split_stores_what_its_merge_would(case: Case, monkeypatch: pytest.MonkeyPatch):
     """A program that reads a whole row stores the call's output itself, also for rows without tokens."""

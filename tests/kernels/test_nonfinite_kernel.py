@@ -22,6 +22,7 @@ ON_GPU = DEVICE == "cuda"
 SOME = CASES + MORE_CASES if ON_GPU else list({case[0]: case for case in reversed(CASES)}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "wrong"),
     [(case, math.nan) for case in SOME] + [(case, math.inf) for case in (SOME if ON_GPU else SOME[:2])],

@@ -197,13 +197,14 @@ def test_every_method_target_and_head_dim_compiles_once():
     assert max(row["stack"] for row in made) <= MOST_STACK
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_wide_heads_compile():
     for kernel in ("attend", "decode_kernel"):
         rows = compiled([80, 90], ["turbo", "int8"], [512], kernel)
         assert max(row["stack"] for row in rows) <= MOST_STACK
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("kib", [99, 163])
 @pytest.mark.parametrize("dim", [128, 256])

@@ -15,6 +15,7 @@ from qattn_kernels.step.reference import reference_step
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FORMATS, ids=case_id)
 def test_padding_after_the_tokens_reads_their_row(case: Case):
     """In a long call, then in a short one that closes a block: kernels agree with the reference, and padding with large

@@ -33,6 +33,7 @@ LENGTHS = (70, 63, 5)  # of rows before their steps: the second closes a block w
 PAGES, DIM = 40, 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_steps_over_pages_are_those_over_arenas(case: Case):
     spec = replace(make_layer(case).spec, impl="triton")

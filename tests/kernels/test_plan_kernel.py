@@ -74,6 +74,7 @@ def test_a_plan_does_what_was_recorded(case: Case, computed: list[int], monkeypa
     assert torch.equal(plain.arena, second.arena)
 
 
+@pytest.mark.slow
 def test_what_differs_in_more_than_addresses_has_a_plan_of_its_own(computed: list[int]):
     layer = layer_of(("turbo", {}))
     call(layer, 1, 0)

@@ -108,6 +108,7 @@ def test_a_token_that_is_not_finite_stays_masked(case: Case, wrong: float):
     assert not differing(*layers)
 
 
+@pytest.mark.slow
 def test_a_later_prompt_reads_the_cache():
     layer = make_layer(("kivi", {}))
     first = inputs(1, TOKENS)

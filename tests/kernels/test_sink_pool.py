@@ -138,6 +138,7 @@ def test_what_comes_back_is_read_clamped_from_its_codes():
     assert ((back[7] - want).abs() <= scale * 0.51).all()  # half a scale, and fp16's rounding of the scale itself
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{"sink_window": 32}, {"crop_horizon": 200}], ids=str)
 def test_kernels_compute_a_table_of_any_size(settings: dict[str, int]):

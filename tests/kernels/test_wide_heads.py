@@ -24,6 +24,7 @@ DIM = 512
 FEW = (TURBO, INT8, NONE, KIVI, ("fp8", {}), *BY_CHANNELS)  # the interpreter takes five seconds for a case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES if ON_GPU else FEW, ids=case_id)
 def test_state_and_outputs(case: Case):
     check_prompt_and_step(case, DIM, 8)
@@ -35,6 +36,7 @@ WIDE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [2, 8])  # one program for the queries of a head, and two
 @pytest.mark.parametrize("case", WIDE_CASES, ids=case_id)
 def test_error_against_fp64(case: Case, group: int):

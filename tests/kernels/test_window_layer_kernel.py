@@ -36,6 +36,7 @@ def layer(case: Case, impl: str, chunked: bool) -> WindowLayer:
 CHUNKS = [case for case in METHODS if DEVICE == "cuda" or case in (("none", {}), ("turbo", {}))]
 
 
+@pytest.mark.slow
 @pytest.mark.product("none-window")  # half of what others take
 @pytest.mark.parametrize(
     ("case", "chunked"),
