@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     name chooses among equals. `product("quickstart")` names the set instead, if some sets are much cheaper.
 
     The slow tier covers other values of each parameter (`values_of`), in at most `MOST` sets, or `MOST_OF_KERNELS` for
-    kernels. A test of kernels that is itself marked `slow` has only the set that the first tier would keep. Hashes of names give each test different parts of a longer list. The rest of a product is `exhaustive`,
-    which implies `slow`.
+    kernels. A test of kernels that is itself marked `slow` has only the set that the first tier would keep. Hashes of
+    names give each test different parts of a longer list. The rest of a product is `exhaustive`, which implies `slow`.
 
     Any other test of more than `MANY` sets keeps sets in the first tier until each value of each parameter is covered.
     The rest is `slow`.

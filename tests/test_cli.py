@@ -322,7 +322,6 @@ def demo_output(model_dir, tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
 def test_demo_compares_each_prompt(demo_output):
     out, data = demo_output("turbo")
     assert [row["prompt"]["name"] for row in data["prompts"]] == [p.name for p in demo_prompts()]
