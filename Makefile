@@ -30,7 +30,7 @@ setup-oldest: $(OLDEST)/.ready ## Create that with the oldest supported transfor
 demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a packed cache (ARGS="--method int8")
 	@$(VENV)/bin/qattn demo $(ARGS)
 
-test: $(VENV)/.ready ## Run the first tier of tests, seven to thirteen minutes on two cores (ARGS="-k cache" for some)
+test: $(VENV)/.ready ## Run the first tier of tests, about seven minutes on two cores (ARGS="-k cache" for some)
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.ready ## Run the second tier, which CI runs too (exit code 5 of pytest: ARGS chose none of these)

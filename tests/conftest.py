@@ -28,6 +28,10 @@ os.environ["QATTN_TUNED"] = os.devnull  # tiles that were measured on this machi
 gc.disable()  # until all modules are imported: nothing of them is garbage
 
 import torch  # noqa: E402 - reads these once
+from torch.utils._device import _device_constructors  # noqa: E402
+
+# Torch keeps this set from its first use on. In a test that replaces `torch.empty`, the set would lack the real one.
+_device_constructors()
 
 typer.main.get_command = functools.cache(typer.main.get_command)  # each call of `qattn` would build all commands
 

@@ -69,8 +69,8 @@ def patch(
     _compat.warn_if_untested()
     chosen = _recipe(model, method, recipe, settings)
     patched = install(model, chosen)
+    warm.begin_for(model, [chosen])
     if chosen.settings.packs():
-        warm.begin_for(model, [chosen])
         _note_unused(model)
     _warn_of_nothing(patched.specs)
     return model

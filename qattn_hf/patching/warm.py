@@ -93,11 +93,9 @@ def begin_for(model: PreTrainedModel, recipes: Iterable[Recipe], calls: Calls | 
         return []
     kind, shard = device_of(model).type, shard_of(model)
     try:
-        specs = [
-            pair
-            for recipe in recipes
-            for pair in enumerate(recipe.for_model(model.config).layer_specs(model.config, kind, shard))
-        ]
+        chosen = [recipe.for_model(model.config) for recipe in recipes]
+        packing = [recipe for recipe in chosen if recipe.settings.packs()]
+        specs = [pair for recipe in packing for pair in enumerate(recipe.layer_specs(model.config, kind, shard))]
         return begin(model.config, specs, model.dtype, devices, shard.size, calls)
     except Exception as error:  # a call reports the error again
         log.warning("kernels are not compiled ahead: %s", error)
