@@ -41,6 +41,12 @@ def test_ten_shapes_compile_each_kernel_once(compiled: list[list[str]], method: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", MOST)
+def test_what_a_comparison_begins_to_compile_is_all_that_its_rows_need(compiled: list[list[str]], method: str):
+    assert not [name for served, when, name in compiled if (served, when) == (method, "read")]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["turbo", "sage2", "sinkq"])
 def test_what_patch_begins_to_compile_is_all_that_they_need(compiled: list[list[str]], method: str):
     assert not [name for served, when, name in compiled if (served, when) == (method, "warm")]

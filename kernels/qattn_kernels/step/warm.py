@@ -49,11 +49,14 @@ class LayerShape(NamedTuple):
 
 
 def launches(shape: LayerShape, calls: Calls = CALLS) -> list[Launch]:
-    """Return the launches of `calls` in order, without launching. Allocates memory for them."""
+    """Return the launches of `calls` in order, without launching. Allocates memory for calls of few tokens.
+
+    Calls of more than `SHORT_CALL` tokens launch the same kernels, whatever their length."""
     found: list[Launch] = []
     v_dim = shape.v_dim or shape.dim
     q_dim = shape.dim + v_dim if shape.spec.latent else shape.dim
-    for rows, tokens, past in calls:
+    for rows, asked, past in calls:
+        tokens = min(asked, SHORT_CALL + 1)
         geometry = Geometry(rows, shape.kv_heads, shape.dim, v_dim, 2, shape.dtype)
         layout = Layout(geometry, shape.spec)
         arena = empty_arena(layout, shape.device)
