@@ -14,8 +14,8 @@ DOCS_OUTPUTS ?= true
 TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST   = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Python compiles a module when it is first imported. Half of an installation was compiling modules that nothing imports.
-QUIETLY  = --quiet --disable-pip-version-check --no-compile
+# Python compiles a module when it is first imported. pip would compile all, and nothing imports most of them.
+INSTALL  = -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-oldest demo docs test test-slow test-exhaustive test-all test-oldest lint format clean
@@ -79,7 +79,7 @@ define install
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "'$(PYTHON)' cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@echo "Setting up $(1) (some minutes and about 2 GB the first time)"
 	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
-	$(1)/bin/python -m pip install $(QUIETLY) -c $(2) hatchling setuptools
-	$(1)/bin/python -m pip install $(QUIETLY) -c $(2) --no-build-isolation -e '.[$(3)]'
+	$(1)/bin/python $(INSTALL) -c $(2) hatchling setuptools
+	$(1)/bin/python $(INSTALL) -c $(2) --no-build-isolation -e '.[$(3)]'
 	@touch $@
 endef

@@ -26,6 +26,7 @@ from qattn_hf.fidelity.inspection import inspect
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_hf.model.loading import short_name
+from qattn_hf.patching import warm
 from qattn_hf.patching.patcher import patch, unpatch
 from qattn_hf.reading.chunks import CHUNK
 from qattn_hf.reading.metrics import AttentionSums, Tokens, over_layers, text_figures, token_figures
@@ -113,7 +114,8 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
     tokens: dict[str, list[Tokens]] = {name: [] for name in ways}
     held: dict[str, Row] = {}
     recipes = {name: find_recipes([way])[way] for name, way in ways.items() if isinstance(way, str)}
-    packed = ShadowCaches(run.model, recipes, run.reading.first, run.reading.calls())
+    warm.begin_for(run.model, recipes.values(), run.reading.calls())
+    packed = ShadowCaches(run.model, recipes, run.reading.first)
     others = dict[str, list[AttentionSums]]()
 
     def observe(call: Call) -> None:

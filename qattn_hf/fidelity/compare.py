@@ -49,7 +49,6 @@ class ShadowCaches:
     Args:
         recipes: recipes by name.
         first: index of the first token whose output is compared.
-        calls: as in `packed`.
 
     Attributes:
         caches: packed caches by name of the recipe.
@@ -57,10 +56,9 @@ class ShadowCaches:
         sums: errors of attention outputs by recipe and packed layer.
     """
 
-    def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int, calls: Calls | None = None):
+    def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
         self.model, self.first, self.passes = model, first, Passes()
         self.recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
-        warm.begin_for(model, self.recipes.values(), calls)  # of all at once, before the first call needs one
         self.renew()
         packed = packed_layers(model)
         windows = {name: packed_windows(cache) for name, cache in self.caches.items()}
@@ -118,9 +116,9 @@ def compare(
         QAttnError: a recipe packed nothing of the text, or the model is patched.
     """
     recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
-    tokens: dict[str, list[Tokens]] = {name: [] for name in recipes}
-    shadows = ShadowCaches(model, recipes if by_layer else {}, reading.first, reading.calls())
-    sizes: dict[str, Row] = {}
+    tokens, sizes = {name: list[Tokens]() for name in recipes}, dict[str, Row]()
+    warm.begin_for(model, recipes.values(), reading.calls())  # of all at once, before the first call needs one
+    shadows = ShadowCaches(model, recipes if by_layer else {}, reading.first)
     for i, ids in enumerate(reading.groups()):
         group = f"rows {i * reading.batch + 1} to {i * reading.batch + len(ids)}"
         progress(f"{group}: full precision{', layer by layer' if by_layer else ''}")
@@ -186,12 +184,11 @@ def packed(model: PreTrainedModel, recipe: Recipe, calls: Calls | None = None) -
     """Patch a model with a recipe within a `with` block.
 
     Args:
-        calls: calls whose kernels are compiled ahead, as `Reading.calls` returns them. By default those of `generate`.
+        calls: calls whose kernels are compiled ahead, as `Reading.calls` returns them. By default the calls of
+            `generate`.
     """
     check_model(model)
-    chosen = recipe.for_model(model.config)
-    install(model, chosen)
-    warm.begin_for(model, [chosen], calls)
+    install(model, recipe.for_model(model.config), calls)
     try:
         yield
     finally:

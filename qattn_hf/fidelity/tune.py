@@ -34,7 +34,6 @@ from qattn_hf.fidelity.compare import Progress, Row, compare
 from qattn_hf.fidelity.options import Option
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.fidelity.tuner import Tuner
-from qattn_hf.patching import warm
 from qattn_hf.reading.precision import in_float32
 from qattn_hf.reading.texts import Reading
 from qattn_hf.recipes.recipe import Recipe
@@ -169,7 +168,6 @@ def _measured(tuner: Tuner, options: list[Option], candidates: dict[str, Recipe]
 
 
 def _compared(tuner: Tuner, recipes: dict[str, Recipe], reading: Reading) -> list[Row]:
-    warm.begin_for(tuner.model, recipes.values(), reading.calls())  # of all at once, before the first call needs one
     return compare(
         tuner.model,
         recipes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -30,6 +30,9 @@ from qattn_hf.recipes.recipe_settings import SHARED
 from qattn_hf.saved.weights import weights_of
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
+
+if TYPE_CHECKING:
+    from qattn_kernels.step.warm import Calls
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -69,15 +72,18 @@ def patch(
     _compat.warn_if_untested()
     chosen = _recipe(model, method, recipe, settings)
     patched = install(model, chosen)
-    warm.begin_for(model, [chosen])
     if chosen.settings.packs():
         _note_unused(model)
     _warn_of_nothing(patched.specs)
     return model
 
 
-def install(model: PreTrainedModel, chosen: Recipe) -> Patched:
-    """Patch a supported model with a recipe for it, as `patch` does. Starts to compile no kernel."""
+def install(model: PreTrainedModel, chosen: Recipe, calls: Calls | None = None) -> Patched:
+    """Patch a supported model with a recipe for it, and start to compile kernels on a GPU.
+
+    Args:
+        calls: calls that need the kernels, as in `warm.begin`.
+    """
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
     own = own_states(specs)
@@ -93,6 +99,7 @@ def install(model: PreTrainedModel, chosen: Recipe) -> Patched:
         patched.weights = weights_of(decoder_of(model))
     attach(model, patched)
     _warn_of_slow_ways(model, patched)
+    warm.begin_for(model, [chosen], calls)
     return patched
 
 

@@ -69,7 +69,7 @@ def begin(
     Args:
         config, specs, dtype, shards: as in `shapes`.
         devices: GPUs on which layers run.
-        calls: rows, tokens and earlier blocks of calls that need kernels. By default those of `generate`.
+        calls: rows, tokens and earlier blocks of the calls that need kernels. By default the calls of `generate`.
 
     Returns:
         A future for each kernel function. If one failed, a call compiles the kernel itself and reports its error.
