@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from qattn_kernels.chip import LIMIT
+
 
 @pytest.fixture
 def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
@@ -22,3 +24,9 @@ def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.fixture
+def whole_memory(monkeypatch: pytest.MonkeyPatch):
+    """Programs have all shared memory of the GPU, whatever `QATTN_SHARED_KIB` says: the test asks what would run."""
+    monkeypatch.delenv(LIMIT, raising=False)

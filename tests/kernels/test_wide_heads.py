@@ -17,6 +17,7 @@ from test_fused_kernels import (
     inputs,
 )
 
+from qattn_kernels.layer.support import unsupported
 from qattn_kernels.step.kernels import fused_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
@@ -49,6 +50,8 @@ def test_sums_of_codes_are_not_cut_off():
     k = torch.ones_like(v) * torch.where(torch.arange(66, device=DEVICE) % 2 == 0, 1.0, -1.0)[:, None]
     q = torch.full_like(v, 0.1)
     layer = make_layer(INT8, 128, 1)
+    if reason := unsupported(layer.spec, 1, DIM, DIM):  # `QATTN_SHARED_KIB` limits the memory
+        pytest.skip(reason)
     cuts = [65, 66]
     out = feed(fused_step, layer, (q, k, v), cuts)
     for x, n in zip(out, cuts, strict=True):
