@@ -62,8 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     name chooses among equals. `product("quickstart")` names the set instead, if some sets are much cheaper.
 
     The slow tier covers other values of each parameter (`values_of`), in at most `MOST` sets, or `MOST_OF_KERNELS` for
-    kernels. A test of kernels that is itself marked `slow` has only the set that the first tier would keep. Hashes of
-    names give each test different parts of a longer list. The rest of a product is `exhaustive`, which implies `slow`.
+    kernels; `product(most=1)` names another number. A test of kernels that is itself marked `slow` has only the set
+    that the first tier would keep. Hashes of names give each test different parts of a longer list. The rest of a
+    product is `exhaustive`, which implies `slow`.
 
     Any other test of more than `MANY` sets keeps sets in the first tier until each value of each parameter is covered.
     The rest is `slow`.
@@ -76,9 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if sets[0].path.parent != Path(__file__).parent or sets[0].get_closest_marker("product"):
             named = [item for item in sets for mark in item.iter_markers("product") if item.callspec.id in mark.args]
             kept = named[:1] or [choice[zlib.crc32(name.encode()) % len(choice)] for choice in _choices(sets)]
-            marked = sets[0].get_closest_marker("slow") is not None  # then `kept` are in the slow tier already
-            most = MOST_OF_KERNELS * (not marked) if sets[0].get_closest_marker("gpu") else MOST
-            second = _new(sets, kept)[:most]
+            second = _new(sets, kept)[: _most(sets[0])]
         else:
             kept, second = (_new(sets, []) if len(sets) > MANY else sets), sets
         for item in sets:
@@ -94,6 +93,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # libraries in C++ look for what is left at the end of the process
+
+
+def _most(item: pytest.Item) -> int:
+    """Sets of parameters of a product in the slow tier, in addition to those that the first tier would keep."""
+    said = [mark.kwargs["most"] for mark in item.iter_markers("product") if "most" in mark.kwargs]
+    if said or not item.get_closest_marker("gpu"):
+        return said[0] if said else MOST
+    return 0 if item.get_closest_marker("slow") else MOST_OF_KERNELS  # what the first tier would keep is slow then
 
 
 def _choices(sets: list[Any]) -> list[list[Any]]:

@@ -44,7 +44,7 @@ def test_two_checkouts_are_measured_in_turn(
 
 
 @pytest.mark.slow
-@pytest.mark.product("decode-int8")
+@pytest.mark.product("decode-int8", most=0)
 @pytest.mark.parametrize(("bench", "method"), [("prefill", "turbo:k_bits=4,v_bits=2"), ("decode", "int8")])
 def test_a_checkout_is_measured_in_a_process_that_imports_it(bench: str, method: str):
     """A method that the checkout does not have is left out."""

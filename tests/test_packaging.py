@@ -48,7 +48,9 @@ from hatchling import build
 getattr(build, sys.argv[1])(sys.argv[2])
 """
 DEMO = """
-from qattn_hf.cli import main
+from qattn_hf.cli import _prompts, main
+shortest = [min(_prompts.demo_prompts(), key=lambda prompt: len(prompt.text))]
+_prompts.demo_prompts = lambda: shortest
 main(["demo", "--max-new-tokens", "4"])
 """
 

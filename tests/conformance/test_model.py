@@ -223,6 +223,7 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
     assert report(other).to_dict()["method"] == "int8"
 
 
+@pytest.mark.product(most=1)
 @some_methods
 def test_a_cache_goes_on_after_compiled_steps(model: LlamaForCausalLM, method: str):
     """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate` give the same

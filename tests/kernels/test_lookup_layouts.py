@@ -24,7 +24,7 @@ OTHERS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [[KIND], OTHERS], ids=["one", "others"])
+@pytest.mark.parametrize("kinds", [[KIND], pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["one", "others"])
 def test_a_thread_holds_four_neighbours(kinds: list[tuple[str, str]]):
     """One process compiles several kinds: each would import torch anew."""
     found = subprocess.run([sys.executable, SCRIPT, *chain(*kinds)], capture_output=True, text=True)
