@@ -72,14 +72,14 @@ def jointly(layers: list[Layer], ranking: str, n: int) -> Lists:
 
 
 def measure(run: Run) -> Iterator[Row]:
-    layer = made()
+    layer = q, k, v = made()
     for n in COUNTS:
         for ranking in RANKINGS:
             error = layer_error(f"paper_turbo:bits=mixed,sink_num=0,n_h={n},priority={ranking}", layer)
             yield row(MADE, f"{n} by {ranking}", {}, error)
     for n in JOINT:
         for ranking in RANKINGS:
-            lists = jointly([(layer[1][0], layer[2][0])], ranking, n)
+            lists = jointly([(q[0], k[0], v[0])], ranking, n)
             yield row(
                 MADE, f"{n} of {2 * HEADS} by {ranking}", {}, layer_error("turbo:bits=mixed,sink_num=0", layer, **lists)
             )
