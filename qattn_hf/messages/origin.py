@@ -15,7 +15,7 @@ from qattn_hf._version import __version__
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, torch, transformers, triton and this package; None: not installed. That of torch names its CUDA
+    """Versions of Python, torch, transformers, triton and this package; None: not installed. Torch's version names its CUDA
     build, such as 2.15.0+cu132, which a wheel's metadata can lack."""
     installed: dict[str, str | None] = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("transformers", "triton"):
