@@ -15,8 +15,9 @@ from qattn_hf._version import __version__
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, torch, transformers, triton and this package; None: not installed. Torch's version names its CUDA
-    build, such as 2.15.0+cu132, which a wheel's metadata can lack."""
+    """Versions of Python, torch, transformers, triton and this package; None: not installed.
+
+    Torch's version names its CUDA build, such as 2.15.0+cu132. A wheel's metadata can lack it."""
     installed: dict[str, str | None] = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("transformers", "triton"):
         try:
