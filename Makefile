@@ -10,8 +10,9 @@ DOCS_OUTPUTS ?= true
 
 # Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The tests of a file share a
 # process, so that its fixtures and imports are made once. The first tier is what is not marked `slow`: tests of less
-# than about two seconds. What is `exhaustive` is `slow` too. CI runs two tiers at once (TIERS), which saves minutes. Bytecode is kept, whatever the environment says: each
-# process would compile the packages and the tests again.
+# than about two seconds. What is `exhaustive` is `slow` too. TIERS="not exhaustive" runs two tiers at once, as CI does:
+# tests are collected and imported once. Bytecode is kept, whatever the environment says: each process would compile the
+# packages and the tests again.
 TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 PYTEST   = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

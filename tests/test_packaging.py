@@ -47,6 +47,7 @@ import sys
 from hatchling import build
 getattr(build, sys.argv[1])(sys.argv[2])
 """
+# One prompt: the wheel has to run, and five take 20 s.
 DEMO = """
 from qattn_hf.cli import _prompts, main
 shortest = [min(_prompts.demo_prompts(), key=lambda prompt: len(prompt.text))]

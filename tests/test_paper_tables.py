@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,15 @@ def test_claims_hold_with_the_demo_model_and_can_fail(name: str, capsys, monkeyp
     assert f"Not reproduced: {table.ABOUT.missing}" in out
     assert table.broken(rows) == []
     assert table.broken(reversed_figures(rows)) or table.broken(reversed_values(rows))
+
+
+def test_heads_of_a_made_layer_are_ranked_apart_and_jointly(monkeypatch):
+    """The rows before the model's, which the third tier has."""
+    for name, value in (("COUNTS", (0,)), ("JOINT", (4,)), ("RANKINGS", ("priority",))):
+        monkeypatch.setattr(TABLES["turbo_heads"], name, value)
+    none, four = islice(TABLES["turbo_heads"].measure(None), 2)
+    assert [none["setting"], four["setting"]] == ["0 by priority", "4 of 16 by priority"]
+    assert 0 < none["ours"]["relative_l1"] < four["ours"]["relative_l1"]
 
 
 def reversed_values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

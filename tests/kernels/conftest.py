@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from qattn_kernels.chip import LIMIT
+from qattn_kernels.chip import H200, LIMIT, as_chip
 
 
 @pytest.fixture
@@ -27,6 +28,8 @@ def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def whole_memory(monkeypatch: pytest.MonkeyPatch):
-    """Programs have all shared memory of the GPU, whatever `QATTN_SHARED_KIB` says: the test asks what would run."""
+def as_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ask what an H200 would run, whatever GPU is here and whatever `QATTN_SHARED_KIB` says."""
     monkeypatch.delenv(LIMIT, raising=False)
+    with as_chip(H200):
+        yield

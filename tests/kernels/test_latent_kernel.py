@@ -206,14 +206,14 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("case", "sizes", "reason"), REASONS, ids=lambda x: str(x)[:40])
-@pytest.mark.usefixtures("whole_memory")
+@pytest.mark.usefixtures("as_h200")
 def test_what_the_kernels_take(case: Case, sizes: tuple[int, int], reason: str | None):
     rope, latent = sizes
     found = unsupported(spec_of(case), 1, rope, latent)
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.usefixtures("whole_memory")
+@pytest.mark.usefixtures("as_h200")
 def test_wide_latents_need_the_shared_memory_of_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chip, "properties", lambda device: chip.H200._replace(block=163 * chip.KIB))
     assert "need 227 KiB of shared memory a block, and this GPU has 163" in unsupported(spec_of(TURBO), 1, 64, 512)

@@ -49,7 +49,7 @@ REASONS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("method", "settings", "sizes", "reason"), REASONS, ids=lambda x: str(x)[:40])
-@pytest.mark.usefixtures("whole_memory")
+@pytest.mark.usefixtures("as_h200")
 def test_what_the_kernels_take(method: str, settings: dict, sizes: tuple[int, int], reason: str | None):
     heads, dim = sizes
     found = unsupported(get_method(method)(**settings).layer_spec(0, 1, heads), heads, dim, dim)
