@@ -90,8 +90,12 @@ def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
 
 @triton.jit
 def last_sink(TABLE, bh, asked, C: tl.constexpr):
-    """Return the end of the used entries in a head's sink table; 0 if `asked` is false."""
-    if C.ENTRIES > 0:
+    """Return the end of the used entries in a head's sink table; 0 if `asked` is false.
+
+    A pool of one tile counts as full: waiting for its table would delay its keys and values."""
+    if C.ENTRIES == SINK_TILE:
+        return tl.where(asked, C.ENTRIES, 0)
+    elif C.ENTRIES > 0:
         e = tl.arange(0, C.ENTRIES)
         born = tl.load(TABLE.born + bh.to(tl.int64) * C.ENTRIES + e, mask=e < tl.where(asked, C.ENTRIES, 0), other=0)
         return tl.max(tl.where(born > 0, e + 1, 0), 0)
@@ -110,10 +114,11 @@ def sink_scores(pool, program, start, codec, C: tl.constexpr):
     first = of_head + start
     bit = tl.arange(0, SINK_TILE)
     before, after = sinks_visible(pool.table, first + bit, program.row)
-    before, after = tl.sum(before.to(tl.int32) << bit, 0), tl.sum(after.to(tl.int32) << bit, 0)
     s = codec.ring_scores(pool.k, RingTile(of_head, start, C.ENTRIES, SINK_TILE), program.query, SIDE, C)
     if C.SOFTCAP:
         s = soft_cap(s, scoring.softcap)
+    # after the product, because these sums wait for the table
+    before, after = tl.sum(before.to(tl.int32) << bit, 0), tl.sum(after.to(tl.int32) << bit, 0)
     word = tl.where(p >= visible_from(program.row, C), after, before)
     see = ((word[None, :] >> token_order(SINK_TILE, 1)[:, None]) & 1) == 1
     if C.LOCAL:
