@@ -143,11 +143,14 @@ def jit_of(fmt: Format) -> JitFormat:
 
 
 def side_tensors(state: State, side: str, fmt: Format, heads: int) -> tuple:
-    """Return the tensors of one side in the form that its jit functions take."""
+    """Return the tensors of one side in the form that its jit functions take; None for tensors without elements.
+
+    Every argument takes place among those that kernels wait for."""
     jit = jit_of(fmt)
     numbers = {} if jit.head_numbers is None else jit.head_numbers(fmt.core, heads)
     fields = jit.Tensors._fields  # type: ignore[attr-defined]
-    return jit.Tensors(**{name: state[f"{side}.{name}"] for name in fields if name not in numbers}, **numbers)
+    tensors = {name: state[f"{side}.{name}"] for name in fields if name not in numbers}
+    return jit.Tensors(**{name: x if x.numel() else None for name, x in tensors.items()}, **numbers)
 
 
 class Sinks(NamedTuple):

@@ -61,11 +61,11 @@ class LayerTensors(NamedTuple):
 
     rows: Any
     blocks: Any
+    pages: Any
     k: Any
     v: Any
     k_mean: Any
     sinks: Any
-    pages: Any
 
 
 class Call(NamedTuple):
@@ -132,7 +132,7 @@ class Call(NamedTuple):
     def layer(self) -> LayerTensors:
         """The layer's tensors, with rows and blocks as plain tuples."""
         rows, blocks = (tuple([self.state[name] for name in kind._fields]) for kind in (RowState, BlockState))
-        return LayerTensors(rows, blocks, self.k, self.v, self.k_mean, self.sinks, self.pages)
+        return LayerTensors(rows, blocks, self.pages, self.k, self.v, self.k_mean, self.sinks)
 
     @property
     def spans(self) -> tuple:

@@ -15,6 +15,7 @@ MOST_COLUMNS = 16  # maximum columns per program; more queries of a short call u
 LATENT_COLUMNS = (16, 64)  # the same for latent attention: query heads share each latent that a program dequantizes
 RING_TILE = 64  # ring slots that a decode reads at a time
 SINK_TILE = 32  # sink table entries at a time, one bit each in a word
+WHOLE = 4096  # parts of a context, in which `table.Shares.part` counts
 WIDEST_TILE = 128  # slots of a prefill's largest tile, which may reach this far past a row's last token
 FACTORS_STEP = 2048  # slots whose value factors are computed at a time
 WHOLE_RING = 128  # maximum slots for one program: usually only one tile is open, except in steps that close a block

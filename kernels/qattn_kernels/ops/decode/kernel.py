@@ -40,8 +40,7 @@ from qattn_kernels.ops.decode.parts import (
     packed_part,
 )
 from qattn_kernels.ops.decode.queries import QuerySource, load_queries, query_tile
-from qattn_kernels.ops.decode.splits import Results, split_range, store_split
-from qattn_kernels.ops.decode.table import Shares
+from qattn_kernels.ops.decode.splits import Results, read_shares, split_range, store_split
 from qattn_kernels.ops.decode.weights import known_mass
 
 
@@ -136,25 +135,27 @@ def _store_alone(OUTPUT, program, n, T, nonfinite, sums, C: tl.constexpr):
     store_output(output, merged, None, program.row, program.b, program.h, n, tl.arange(0, SIDE.DP), T, C)
 
 
-@triton.jit(do_not_specialize=["span_stride", "NB", "T", "few", "many", "long", "least", "open"])
-def decode_kernel(QUERIES, NEW, span_stride, ROWS, LAYER, RESULTS, OUTPUT, NB, T, scoring, few, many, long, least, open,
-                  CODEC, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["span_stride", "NB", "T"])
+def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, OUTPUT, NEW, LAYER, CODEC,
+                  STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
-    The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `open` is below
-    `C.OPEN`, one split reads both. They start first: they can take longest. The others share a row's blocks evenly
-    (`blocks_per_split`); those that a short row does not need end at once. The merge commits all lengths to `LAYER`.
-    Without a merge, the last program of the grid does. The mask bits cover masked tokens, and tokens that were in the
-    sink pool before the call.
+    The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `Shares.open` is below
+    `C.OPEN`, one split reads both. They start first: they can take longest. The others share a row's blocks
+    (`cut_blocks`); those that a short row does not need end at once. The merge commits all lengths to `LAYER`. Without
+    a merge, the last program of the grid does. The mask bits cover masked tokens, and tokens that were in the sink pool
+    before the call.
+
+    Arguments are in the order of their first use: a program waits some 0.1 us for each 64 bytes of them.
 
     Args:
+        NB, T: capacity of a row in blocks, tokens of the call. SHARES: from `table.encoded`.
         QUERIES, scoring, CODEC: fields of a `QuerySource`, `Scoring` and `Codec`.
+        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` as it was before the call. A decode that appends stores it.
+        RESULTS: fields of a `Results`. OUTPUT: `out` and `lse` of an `Output` if a row has one split, else None.
         NEW: `SOURCE` and `SPANS` of `short_kernel`, if the decode appends; None after an append. The split that reads
             a row's last block writes the token first. span_stride: as in `short_kernel`.
-        RESULTS: fields of a `Results`. OUTPUT: `out` and `lse` of an `Output` if a row has one split, else None.
-        ROWS: int32 `[B, ROW_FIELDS]`, each `Row` as it was before the call. A decode that appends stores it.
-        LAYER: the `launch.call.LayerTensors`. NB, T: capacity of a row in blocks, tokens of the call.
-        few, many, long, least, open: `table.Shares`. STAGES: loads in flight.
+        LAYER: the `launch.call.LayerTensors`. STAGES: loads in flight.
     """
     tile, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     heads = tl.num_programs(0) if OUTPUT is None else tl.num_programs(0) - 1  # the last program commits
@@ -164,15 +165,16 @@ def decode_kernel(QUERIES, NEW, span_stride, ROWS, LAYER, RESULTS, OUTPUT, NB, T
     row = load_row(ROWS, b) if NEW is None else row_before(LAYER, NEW[1], span_stride, b, NB, C)
     if NEW is not None:
         early = early_token(LAYER, Source(*NEW[0]), b, h, 1, True, C)
+    shares = read_shares(SHARES)
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     homes = _homes(LAYER, b, h, CODEC, C)
     sinks, dropped, PAGES = LAYER.sinks, BlockState(*LAYER.blocks).dropped, LAYER.pages
-    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == open - 1, C))
+    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == shares.open - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t, real = n // C.G, n // C.G < row.count
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
-    blocks, per_split, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
+    blocks, sharing, begin, end, used = split_range(split, splits, row, NB, shares, C)
     if NEW is not None:
         _take_token(NEW, span_stride, ROWS, LAYER, early, row, bh, split, (begin < end) & (end == blocks), NB, CODEC, C)
     if OUTPUT is None:  # one split alone stores results of rows without tokens too
@@ -184,11 +186,11 @@ def decode_kernel(QUERIES, NEW, span_stride, ROWS, LAYER, RESULTS, OUTPUT, NB, T
         query, nonfinite = query_tile(q, scores.scale, C)
         sums, skips = _nothing(C)
         program = Program(b, h, bh, row, NB, PAGES, first_bits(dropped, PAGES, b, h, NB, C), q_pos, query, scores)
-        if split < open:
-            sums, skips = _open_part(LAYER, pool, program, split, open, sums, skips, CODEC, C)
+        if split < shares.open:
+            sums, skips = _open_part(LAYER, pool, program, split, shares.open, sums, skips, CODEC, C)
         else:
-            share = 1.0 / tl.cdiv(blocks, per_split)
-            sums, skips = _blocks_part(LAYER, program, pool, begin, end, share, homes, sums, skips, CODEC, STAGES, C)
+            sums, skips = _blocks_part(LAYER, program, pool, begin, end, 1.0 / sharing, homes, sums, skips, CODEC,
+                                       STAGES, C)  # fmt: skip
         release_next_kernel(C.DEPENDENT)
         if OUTPUT is not None:
             _store_alone(OUTPUT, program, n, T, nonfinite, sums, C)

@@ -16,7 +16,7 @@ from qattn_kernels.launch.options import dependent, warps_of
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel
 from qattn_kernels.ops.decode.merge import merge_kernel
-from qattn_kernels.ops.decode.table import Launch, Shares, choose, ends_alone, takes_token
+from qattn_kernels.ops.decode.table import Launch, Shares, choose, encoded, ends_alone, takes_token
 
 LOG2E = math.log2(math.e)
 MERGED = 4096  # partial numbers that one warp holds at once, in half of its registers
@@ -72,8 +72,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     span, stride = call.spans
     launch(
         decode_kernel, (call.batch * size.H + single, -(-tokens * size.G // size.Q), splits),
-        (call.turned, call.turned.stride()[:3]), (call.source, span) if writes else None, stride, call.rows,
-        call.layer, results, output[:2] if single else None, call.blocks, tokens, scoring(call), *tuned.shares,
+        call.blocks, tokens, encoded(tuned.shares), stride, scoring(call), (call.turned, call.turned.stride()[:3]),
+        call.rows, results, output[:2] if single else None, (call.source, span) if writes else None, call.layer,
         (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring, *writers), stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip
@@ -106,8 +106,9 @@ def merging(size: Sizes, shares: Shares) -> Merging:
     Few rows have many splits each. Programs of few channels load them all at once, if channels are not rotated: on an
     H200, one row of 32,768 tokens takes 2.4 us in place of 4.4 (`turbo`). Many rows have few splits each, but programs
     of one query would not all run at once: a program of four queries takes 3.0 us in place of 3.8 (64 rows, 512 tokens,
-    `int8`). The number of launched splits does not matter, because sums would depend on the capacity."""
-    width, parts = size.V.DP, max(shares.few, shares.many) + shares.open
+    `int8`). The number of launched splits does not matter, because sums would depend on the capacity. Small splits
+    do not count: only long contexts have them, whose merge matters little."""
+    width, parts = size.V.DP, max(shares.few, shares.large or shares.many) + shares.open
     fewest = FEWEST if size.RING_PARTS <= 1 else FEW  # several programs read such a ring
     if parts <= fewest:
         queries = min(power_of_two(size.G), max(1, MERGED // (fewest * width)))
@@ -128,7 +129,7 @@ def scoring(call: Call) -> tuple[float, float, int, float, float, float]:
 
 def splits_of(call: Call, shares: Shares) -> int:
     """Return the number of splits of a launch, with the splits that read open tokens."""
-    few, many, long, _, opened = shares
+    few, many, long, _, opened, *_ = shares
     most = few if call.blocks < few * long else max(few, many)
     return min(most, call.blocks) + opened
 
@@ -157,7 +158,7 @@ def merge(call: Call, results: tuple, output: tuple, shares: Shares, config: Mer
     size = call.sizes
     tiles = -(-call.tokens * size.G // config.queries) * (size.V.DP // config.channels)
     launch(
-        merge_kernel, (tiles, size.H, call.batch + 1), results, call.rows, call.layer, output,
-        call.blocks, results[0].shape[1], call.tokens, *shares, *config[:4], size, num_warps=config.warps,
-        enable_fp_fusion=True, **dependent(size),
+        merge_kernel, (tiles, size.H, call.batch + 1), results, call.rows, output,
+        call.blocks, results[0].shape[1], call.tokens, encoded(shares), call.layer, *config[:4], size,
+        num_warps=config.warps, enable_fp_fusion=True, **dependent(size),
     )  # fmt: skip

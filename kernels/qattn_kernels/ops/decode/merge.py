@@ -12,8 +12,7 @@ from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import commit_rows, load_row, queries_end, result_column, settle_sinks
 from qattn_kernels.ops.decode.open_tokens import split_used
-from qattn_kernels.ops.decode.splits import Results, blocks_per_split, blocks_seen
-from qattn_kernels.ops.decode.table import Shares
+from qattn_kernels.ops.decode.splits import Results, blocks_seen, cut_blocks, read_shares
 
 
 class Output(NamedTuple):
@@ -127,9 +126,9 @@ def store_output(output, merged, skip_counts, row, b, h, n, d, T, C: tl.constexp
     tl.store(output.lse + (b.to(tl.int64) * heads + head) * T + column, lse, mask=inside & (tl.min(d, 0) == 0))
 
 
-@triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least", "open"])
-def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, least, open, FEW: tl.constexpr,
-                 CHUNK: tl.constexpr, QUERIES: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["NB", "splits", "T"])
+def merge_kernel(RESULTS, ROWS, OUTPUT, NB, splits, T, SHARES, LAYER, FEW: tl.constexpr, CHUNK: tl.constexpr,
+                 QUERIES: tl.constexpr, CHANNELS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Merge the splits of `QUERIES` queries and `CHANNELS` channels. One program per (tile of both, head, row).
 
     Every split has read the old mask bits by now, so this kernel also updates the bits of the sink pool. A program of
@@ -137,7 +136,8 @@ def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, l
 
     Args:
         RESULTS, OUTPUT: fields of a `Results` and of an `Output`.
-        splits: splits of the launch that stored the results. CHUNK: splits loaded at once, at least `FEW`.
+        splits: splits of the launch that stored the results. SHARES: from `table.encoded`.
+        CHUNK: splits loaded at once, at least `FEW`.
     """
     SIDE: tl.constexpr = C.V
     PIECES: tl.constexpr = SIDE.DP // CHANNELS
@@ -158,8 +158,8 @@ def merge_kernel(RESULTS, ROWS, LAYER, OUTPUT, NB, splits, T, few, many, long, l
     if CHUNK > FEW:
         first_parts = _load_parts(results, base, tl.arange(0, CHUNK), n, d, splits, T, C)
     blocks = blocks_seen(row, NB, C)
-    shares = Shares(few, many, long, least, open)
-    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, shares, C)) + open
+    shares = read_shares(SHARES)
+    live = cut_blocks(blocks, splits, shares, C).number + shares.open
     merged = _no_parts(output, h, n, QUERIES, CHANNELS, C)
     if live <= FEW:
         merged = _join(merged, few_parts, tl.arange(0, FEW), live, row, C)

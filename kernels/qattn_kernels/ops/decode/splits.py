@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.head_bits import number
+from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.open_tokens import split_used
+from qattn_kernels.ops.decode.table import Shares
+
+WHOLE = tl.constexpr(constants.WHOLE)
 
 
 @triton.jit
@@ -23,29 +28,57 @@ def blocks_seen(row, NB, C: tl.constexpr):
 
 
 @triton.jit
-def blocks_per_split(blocks, splits, shares, C: tl.constexpr):
-    """Return the packed blocks per split, a multiple of `C.TILE`, for a row of `blocks` blocks.
+def read_shares(SHARES):
+    """Return the `table.Shares` that `table.encoded` encoded."""
+    few, many, long, least, open, large, part = SHARES
+    return Shares(number(few), number(many), number(long), number(least), number(open), number(large), number(part))
+
+
+class Cut(NamedTuple):
+    """How a row's packed blocks are cut into splits.
+
+    Attributes:
+        large: number of large splits. They come first.
+        much, little: blocks of a large split and of another, multiples of `C.TILE`.
+        number: splits that have blocks.
+    """
+
+    large: Any
+    much: Any
+    little: Any
+    number: Any
+
+
+@triton.jit
+def cut_blocks(blocks, splits, shares, C: tl.constexpr):
+    """Return the `Cut` of a row of `blocks` blocks.
 
     `splits`: splits of the launch, including splits of open tokens. `shares`: the `table.Shares`. The result ignores
     the capacity, so that sums do not depend on it."""
-    sharing = tl.minimum(tl.where(blocks < shares.few * shares.long, shares.few, shares.many), splits - shares.open)
-    return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), shares.least), C.TILE) * C.TILE
+    short = blocks < shares.few * shares.long
+    sharing = tl.minimum(tl.where(short, shares.few, shares.many), splits - shares.open)
+    large, much = tl.where(short, 0, shares.large), blocks * shares.part // WHOLE // C.TILE * C.TILE
+    rest = blocks - large * much
+    each = tl.maximum(tl.cdiv(rest, tl.maximum(sharing - large, 1)), shares.least)
+    little = tl.cdiv(each, C.TILE) * C.TILE
+    return Cut(large, much, little, large + tl.cdiv(rest, little))
 
 
 @triton.jit
 def split_range(split, splits, row, NB, shares, C: tl.constexpr):
-    """Return the block range of a split: `(blocks, per_split, begin, end, used)`.
+    """Return the block range of a split: `(blocks, number, begin, end, used)`.
 
-    `blocks` is the number of packed blocks that some query reads, `per_split` the number per split. `used` tells
-    whether the split can hold a token. The first `shares.open` splits read open tokens instead of blocks."""
+    `blocks` is the number of packed blocks that some query reads, `number` the number of splits that share them. `used`
+    tells whether the split can hold a token. The first `shares.open` splits read open tokens instead of blocks."""
     blocks = blocks_seen(row, NB, C)
-    per_split = blocks_per_split(blocks, splits, shares, C)
-    begin = (split - shares.open) * per_split
-    end = tl.minimum(begin + per_split, blocks)
+    cut, i = cut_blocks(blocks, splits, shares, C), split - shares.open
+    first = i < cut.large
+    begin = tl.where(first, i * cut.much, cut.large * cut.much + (i - cut.large) * cut.little)
+    end = tl.minimum(begin + tl.where(first, cut.much, cut.little), blocks)
     used = (split < shares.open) | (begin < end)
     if C.RING_PARTS > 1:
         used = used & split_used(split, row, C)
-    return blocks, per_split, begin, end, used
+    return blocks, cut.number, begin, end, used
 
 
 class Results(NamedTuple):

@@ -38,8 +38,7 @@ from qattn_kernels.ops.decode.parts import (
     Sums,
 )
 from qattn_kernels.ops.decode.queries import QuerySource
-from qattn_kernels.ops.decode.splits import Results, split_range, store_split
-from qattn_kernels.ops.decode.table import Shares
+from qattn_kernels.ops.decode.splits import Results, read_shares, split_range, store_split
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials
 
@@ -237,10 +236,9 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
     return sums
 
 
-@triton.jit(do_not_specialize=["NB", "T", "few", "many", "long", "least", "open"])
-def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, T, scoring, few, many, long, least, open,
-                         STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
-                         C: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["NB", "T"])
+def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, T, scoring, SHARES, STAGES: tl.constexpr,
+                         K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split of the context for `Q` queries. One program per (row, tile of queries, split).
 
     Queries are in the order of tokens, then heads. Splits and arguments are as in `ops.decode.kernel.decode_kernel`
@@ -249,7 +247,8 @@ def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, T, scoring, few, man
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
-    _, _, begin, end, used = split_range(split, splits, row, NB, Shares(few, many, long, least, open), C)
+    shares = read_shares(SHARES)
+    _, _, begin, end, used = split_range(split, splits, row, NB, shares, C)
     if used:
         scores, state = Scoring(*scoring), BlockState(*LAYER.blocks)
         queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
@@ -257,7 +256,7 @@ def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, T, scoring, few, man
         dropped = state.dropped + b.to(tl.int64) * NB * (C.BLOCK // 8)
         program = Program(b, 0, b, row, NB, None, dropped, q_pos, queries, scores)
         sums = _nothing(F, C)
-        if split < open:
+        if split < shares.open:
             if C.RING > 0:
                 sums = _ring_part(LAYER.k, LAYER.v, program, split, sums, F, C)
         else:

@@ -14,7 +14,7 @@ from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.ops.decode.launch import FEW, Merging, merge, output_of, results_of, scoring, splits_of
-from qattn_kernels.ops.decode.table import shares_of
+from qattn_kernels.ops.decode.table import encoded, shares_of
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
 MERGE_WARPS = 4
@@ -61,7 +61,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     launch(
         latent_decode_kernel, (batch, tiles, results[0].shape[1]),
         (call.query, call.query.stride()[:3]), call.rows, call.layer, results, call.blocks, tokens,
-        scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
+        scoring(call), encoded(shares), config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
     output = output_of(call)
