@@ -43,6 +43,8 @@ def test_programs_come_in_whole_waves(places: int, heads: int, block: int, ring:
 def test_many_rows_share_long_contexts_among_whole_waves_too(
     places: int, heads: int, block: int, ring: int, pool: bool
 ):
+    own = shares_of(places, heads, block, ring, pool, TUNED._replace(long=4 * block))  # as a user's file may say
+    assert not own.large or own.many <= own.few * own.long
     few, many, long, _, opened, large, part = shares_of(places, heads, block, ring, pool, TUNED)
     assert many <= 2 * (few + opened) + (large == 1) or few == TUNED.most
     if large:  # the small splits share what is left, and every long context has a block for each

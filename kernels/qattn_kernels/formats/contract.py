@@ -145,7 +145,7 @@ def jit_of(fmt: Format) -> JitFormat:
 def side_tensors(state: State, side: str, fmt: Format, heads: int) -> tuple:
     """Return the tensors of one side in the form that its jit functions take; None for tensors without elements.
 
-    Every argument takes place among those that kernels wait for."""
+    Kernels wait for their arguments, so one less saves time."""
     jit = jit_of(fmt)
     numbers = {} if jit.head_numbers is None else jit.head_numbers(fmt.core, heads)
     fields = jit.Tensors._fields  # type: ignore[attr-defined]

@@ -187,7 +187,9 @@ def shares_of(places: int, heads: int, block: int, ring: int, pool: bool, tuned:
         shares = Shares(each - open, 2 * each - open, tuned.long // block, least, open)
     if each > CROWDED:
         return shares
-    return shares._replace(many=each + max(2, each // 2), large=each, part=LARGE // each)
+    many = each + max(2, each // 2)
+    long = max(shares.long, -(-many // shares.few))  # a long context has a block for every split
+    return shares._replace(many=many, long=long, large=each, part=LARGE // each)
 
 
 def _tile_bytes(size: Sizes, spec: LayerSpec, dtype: torch.dtype) -> int:

@@ -55,7 +55,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     tiles = -(-rows // size.Q)
     places = chip.multiprocessors * config.programs
     tuned = tuned_for(chip).decode
-    # Fewer blocks a program, and waves that count open tokens, were not measured with latents.
+    # Fewer blocks a program, and waves that count open tokens, were not measured with latents. Large splits were not
+    # either, but apply.
     shares = shares_of(places, batch * tiles, size.BLOCK, 0, False, tuned)._replace(least=tuned.least, open=size.OPEN)
     results = results_of(call, splits_of(call, shares))
     launch(
