@@ -19,6 +19,7 @@ LENGTHS = [700, 300, 65, 0]  # 10, 4, 1 and no closed blocks of 64; two of the r
 SETTINGS: list[Case] = [
     INT8,  # the split of the last block writes the token
     ("turbo", {"sink_num": 2, "bits": "mixed"}),
+    ("sinkq", {"sink_num": 4}),  # a program learns from the table where the pool ends
     ("kivi", {"bits": 2, "group_size": 32, "residual_length": 32}),  # a program reads several blocks at once
     ("turboquant", {"sparse_v_tau": 0.01}),  # each split may skip its share
 ]

@@ -16,6 +16,7 @@ LATENT_COLUMNS = (16, 64)  # the same for latent attention: query heads share ea
 RING_TILE = 64  # ring slots that a decode reads at a time
 SINK_TILE = 32  # sink table entries at a time, one bit each in a word
 WHOLE = 4096  # parts of a context, in which `table.Shares.part` counts
+UNIT = 1 << 28  # reciprocals of numbers of splits count in 1 / `UNIT`
 WIDEST_TILE = 128  # slots of a prefill's largest tile, which may reach this far past a row's last token
 FACTORS_STEP = 2048  # slots whose value factors are computed at a time
 WHOLE_RING = 128  # maximum slots for one program: usually only one tile is open, except in steps that close a block

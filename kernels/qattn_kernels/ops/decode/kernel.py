@@ -40,7 +40,17 @@ from qattn_kernels.ops.decode.parts import (
     packed_part,
 )
 from qattn_kernels.ops.decode.queries import QuerySource, load_queries, query_tile
-from qattn_kernels.ops.decode.splits import Results, read_shares, split_range, store_split
+from qattn_kernels.ops.decode.splits import (
+    Results,
+    blocks_seen,
+    cut_blocks,
+    number_of_splits,
+    range_of,
+    read_rule,
+    split_at,
+    split_exists,
+    store_split,
+)
 from qattn_kernels.ops.decode.weights import known_mass
 
 
@@ -140,11 +150,10 @@ def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, O
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attend to one split for up to `Q` queries. One program per (row and KV head, tile of queries, split).
 
-    The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `Shares.open` is below
-    `C.OPEN`, one split reads both. They start first: they can take longest. The others share a row's blocks
-    (`cut_blocks`); those that a short row does not need end at once. The merge commits all lengths to `LAYER`. Without
-    a merge, the last program of the grid does. The mask bits cover masked tokens, and tokens that were in the sink pool
-    before the call.
+    The first `C.RING_PARTS` splits read the ring, the next one the sink pool if there is one. If `Rule.open` is below
+    `C.OPEN`, one split reads both. The others share a row's blocks (`cut_blocks`); those that a short row does not need
+    end at once. `split_at` says which start first. The merge commits all lengths to `LAYER`. Without a merge, the last
+    program of the grid does. The mask bits cover masked tokens, and tokens that were in the sink pool before the call.
 
     Arguments are in the order of their first use: a program waits some 0.1 us for each 64 bytes of them.
 
@@ -157,7 +166,7 @@ def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, O
             a row's last block writes the token first. span_stride: as in `short_kernel`.
         LAYER: the `launch.call.LayerTensors`. STAGES: loads in flight.
     """
-    tile, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    tile, place, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     heads = tl.num_programs(0) if OUTPUT is None else tl.num_programs(0) - 1  # the last program commits
     bh, attends = tl.minimum(tl.program_id(0), heads - 1), tl.program_id(0) < heads
     await_previous_kernel(C.DEPENDENT)
@@ -165,20 +174,24 @@ def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, O
     row = load_row(ROWS, b) if NEW is None else row_before(LAYER, NEW[1], span_stride, b, NB, C)
     if NEW is not None:
         early = early_token(LAYER, Source(*NEW[0]), b, h, 1, True, C)
-    shares = read_shares(SHARES)
+    rule = read_rule(SHARES)
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     homes = _homes(LAYER, b, h, CODEC, C)
     sinks, dropped, PAGES = LAYER.sinks, BlockState(*LAYER.blocks).dropped, LAYER.pages
-    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == shares.open - 1, C))
+    reads_sinks = (place == rule.open - 1) | (place == rule.large + rule.open - 1)  # of a short row, of a long one
+    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, reads_sinks, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t, real = n // C.G, n // C.G < row.count
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
-    blocks, sharing, begin, end, used = split_range(split, splits, row, NB, shares, C)
+    cut = cut_blocks(blocks_seen(row, NB, C), rule, C)
+    split = split_at(place, cut, rule)
+    begin, end = range_of(cut, split - rule.open)
     if NEW is not None:
-        _take_token(NEW, span_stride, ROWS, LAYER, early, row, bh, split, (begin < end) & (end == blocks), NB, CODEC, C)
+        last = (begin < end) & (end == cut.blocks)
+        _take_token(NEW, span_stride, ROWS, LAYER, early, row, bh, split, last, NB, CODEC, C)
     if OUTPUT is None:  # one split alone stores results of rows without tokens too
-        attends = attends & used
+        attends = attends & split_exists(split, row, cut, rule, C)
     elif ~attends & (tile == 0):
         commit_rows(ROWS, LAYER, heads // C.H, T, C)
     if attends:
@@ -186,10 +199,11 @@ def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, O
         query, nonfinite = query_tile(q, scores.scale, C)
         sums, skips = _nothing(C)
         program = Program(b, h, bh, row, NB, PAGES, first_bits(dropped, PAGES, b, h, NB, C), q_pos, query, scores)
-        if split < shares.open:
-            sums, skips = _open_part(LAYER, pool, program, split, shares.open, sums, skips, CODEC, C)
+        if split < rule.open:
+            sums, skips = _open_part(LAYER, pool, program, split, rule.open, sums, skips, CODEC, C)
         else:
-            sums, skips = _blocks_part(LAYER, program, pool, begin, end, 1.0 / sharing, homes, sums, skips, CODEC,
+            share = 1.0 / number_of_splits(cut) if C.SPARSE_V else 1.0
+            sums, skips = _blocks_part(LAYER, program, pool, begin, end, share, homes, sums, skips, CODEC,
                                        STAGES, C)  # fmt: skip
         release_next_kernel(C.DEPENDENT)
         if OUTPUT is not None:

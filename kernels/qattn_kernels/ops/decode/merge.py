@@ -12,7 +12,7 @@ from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import commit_rows, load_row, queries_end, result_column, settle_sinks
 from qattn_kernels.ops.decode.open_tokens import split_used
-from qattn_kernels.ops.decode.splits import Results, blocks_seen, cut_blocks, read_shares
+from qattn_kernels.ops.decode.splits import Results, blocks_seen, cut_blocks, number_of_splits, read_rule
 
 
 class Output(NamedTuple):
@@ -157,9 +157,8 @@ def merge_kernel(RESULTS, ROWS, OUTPUT, NB, splits, T, SHARES, LAYER, FEW: tl.co
     first_parts = few_parts
     if CHUNK > FEW:
         first_parts = _load_parts(results, base, tl.arange(0, CHUNK), n, d, splits, T, C)
-    blocks = blocks_seen(row, NB, C)
-    shares = read_shares(SHARES)
-    live = cut_blocks(blocks, splits, shares, C).number + shares.open
+    rule = read_rule(SHARES)
+    live = number_of_splits(cut_blocks(blocks_seen(row, NB, C), rule, C)) + rule.open
     merged = _no_parts(output, h, n, QUERIES, CHANNELS, C)
     if live <= FEW:
         merged = _join(merged, few_parts, tl.arange(0, FEW), live, row, C)

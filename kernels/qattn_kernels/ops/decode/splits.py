@@ -10,9 +10,8 @@ import triton.language as tl
 from qattn_kernels.formats.head_bits import number
 from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.open_tokens import split_used
-from qattn_kernels.ops.decode.table import Shares
 
-WHOLE = tl.constexpr(constants.WHOLE)
+WHOLE_BITS, UNIT_BITS = (tl.constexpr(n.bit_length() - 1) for n in (constants.WHOLE, constants.UNIT))
 
 
 @triton.jit
@@ -27,58 +26,97 @@ def blocks_seen(row, NB, C: tl.constexpr):
     return tl.minimum(blocks, NB)
 
 
+class Rule(NamedTuple):
+    """How kernels cut rows into splits: a `table.Shares`, in a form that takes no division.
+
+    Attributes:
+        limit: blocks from which a context is long.
+        part, large: as in `Shares`.
+        few, small: reciprocals, in 1 / `UNIT`: of the splits of a short context, and of the splits of a long one that
+            are not large.
+        least, open: as in `Shares`.
+    """
+
+    limit: Any
+    part: Any
+    large: Any
+    few: Any
+    small: Any
+    least: Any
+    open: Any
+
+
 @triton.jit
-def read_shares(SHARES):
-    """Return the `table.Shares` that `table.encoded` encoded."""
-    few, many, long, least, open, large, part = SHARES
-    return Shares(number(few), number(many), number(long), number(least), number(open), number(large), number(part))
+def read_rule(SHARES):
+    """Return the `Rule` that `table.encoded` encoded."""
+    limit, part, large, few, small, least, open = SHARES
+    return Rule(number(limit), number(part), number(large), number(few), number(small), number(least), number(open))
 
 
 class Cut(NamedTuple):
     """How a row's packed blocks are cut into splits.
 
     Attributes:
-        large: number of large splits. They come first.
+        blocks: number of packed blocks that some query reads.
+        large: number of large splits, the first ones.
         much, little: blocks of a large split and of another, multiples of `C.TILE`.
-        number: splits that have blocks.
     """
 
+    blocks: Any
     large: Any
     much: Any
     little: Any
-    number: Any
 
 
 @triton.jit
-def cut_blocks(blocks, splits, shares, C: tl.constexpr):
-    """Return the `Cut` of a row of `blocks` blocks.
-
-    `splits`: splits of the launch, including splits of open tokens. `shares`: the `table.Shares`. The result ignores
-    the capacity, so that sums do not depend on it."""
-    short = blocks < shares.few * shares.long
-    sharing = tl.minimum(tl.where(short, shares.few, shares.many), splits - shares.open)
-    large, much = tl.where(short, 0, shares.large), blocks * shares.part // WHOLE // C.TILE * C.TILE
+def cut_blocks(blocks, rule, C: tl.constexpr):
+    """Return the `Cut` of a row of `blocks` blocks. It ignores the capacity, so that sums do not depend on it."""
+    short = blocks < rule.limit
+    much = (blocks * rule.part >> WHOLE_BITS) // C.TILE * C.TILE
+    large = tl.where(short | (much == 0), 0, rule.large)
     rest = blocks - large * much
-    each = tl.maximum(tl.cdiv(rest, tl.maximum(sharing - large, 1)), shares.least)
-    little = tl.cdiv(each, C.TILE) * C.TILE
-    return Cut(large, much, little, large + tl.cdiv(rest, little))
+    # blocks of a split, rounded up; a division would be slower
+    each = ((rest - 1).to(tl.int64) * tl.where(short, rule.few, rule.small) >> UNIT_BITS).to(tl.int32) + 1
+    little = tl.cdiv(tl.maximum(each, rule.least), C.TILE) * C.TILE
+    return Cut(blocks, large, much, little)
 
 
 @triton.jit
-def split_range(split, splits, row, NB, shares, C: tl.constexpr):
-    """Return the block range of a split: `(blocks, number, begin, end, used)`.
+def first_of(cut, i):
+    """Return where split `i` of the packed blocks begins. Splits that a row does not need begin at its end or later."""
+    before = tl.minimum(i, cut.large)
+    return before * cut.much + (i - before) * cut.little
 
-    `blocks` is the number of packed blocks that some query reads, `number` the number of splits that share them. `used`
-    tells whether the split can hold a token. The first `shares.open` splits read open tokens instead of blocks."""
-    blocks = blocks_seen(row, NB, C)
-    cut, i = cut_blocks(blocks, splits, shares, C), split - shares.open
-    first = i < cut.large
-    begin = tl.where(first, i * cut.much, cut.large * cut.much + (i - cut.large) * cut.little)
-    end = tl.minimum(begin + tl.where(first, cut.much, cut.little), blocks)
-    used = (split < shares.open) | (begin < end)
+
+@triton.jit
+def split_at(place, cut, rule):
+    """Return the split that program number `place` of a head reads. Programs start in the order of their numbers.
+
+    What takes longest comes first: the large splits of a long context, in a short one open tokens."""
+    opens = place < cut.large + rule.open
+    return tl.where(place < cut.large, place + rule.open, tl.where(opens, place - cut.large, place))
+
+
+@triton.jit
+def range_of(cut, i):
+    """Return the range of blocks `(begin, end)` of split `i` of the packed blocks. It is empty if `end <= begin`."""
+    begin = first_of(cut, i)
+    return begin, tl.minimum(begin + tl.where(i < cut.large, cut.much, cut.little), cut.blocks)
+
+
+@triton.jit
+def number_of_splits(cut):
+    """Return the number of splits that have packed blocks."""
+    return cut.large + tl.cdiv(cut.blocks - cut.large * cut.much, cut.little)
+
+
+@triton.jit
+def split_exists(split, row, cut, rule, C: tl.constexpr):
+    """Return whether a split can hold a token. The first `rule.open` splits hold open tokens instead of blocks."""
+    exists = (split < rule.open) | (first_of(cut, split - rule.open) < cut.blocks)
     if C.RING_PARTS > 1:
-        used = used & split_used(split, row, C)
-    return blocks, cut.number, begin, end, used
+        exists = exists & split_used(split, row, C)
+    return exists
 
 
 class Results(NamedTuple):

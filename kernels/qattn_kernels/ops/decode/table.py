@@ -13,7 +13,7 @@ import torch
 from qattn_kernels.chip import Chip
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.formats.head_bits import unspecialized
-from qattn_kernels.launch.constants import WHOLE, Sizes
+from qattn_kernels.launch.constants import UNIT, WHOLE, Sizes
 from qattn_kernels.launch.tuned import Decode, tuned_for
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -38,10 +38,11 @@ TOGETHER = 2
 # Tokens up to which one program reads a whole row, where two would, if it can store the output. On an H200 64 rows of
 # `int8` take 10 % less time with 512 tokens, and 2 % less with 2,000.
 ALONE = 2048
-# Parts of a long context that its large splits read, out of `WHOLE`. The rest goes to half as many small splits, which
-# start when the first programs end: programs of one size would leave the memory idle while the last ones run. On an
-# H200 16 rows of 32,768 tokens take 4 % less time than with twice as many equal splits (`turbo`), KIVI with 2 bits 6 %.
-LARGE = WHOLE * 15 // 16
+# Parts of a long context that its large splits read, out of `WHOLE`. Open tokens and half as many small splits start
+# when the first programs end: programs of one size would leave the memory idle while the last ones run. On an H200 16
+# rows of 32,768 tokens take 6 % less time than with twice as many equal splits (`turbo`), KIVI with 2 bits 9 %. With
+# 15/16, 64 rows of 4,096 tokens took 3 % more.
+LARGE = WHOLE * 63 // 64
 OWN_SHARED = 2048  # typical bytes per program in addition to its tiles
 MOST_OWN_SHARED = 16 * 1024  # upper limit of those bytes: exchange between threads, and the queries
 
@@ -54,8 +55,8 @@ class Shares(NamedTuple):
         many: splits of a long context. With many rows they are fewer.
         long: a context is long if each of `few` splits would get this number of blocks or more.
         least: least blocks per split. A shorter context leaves splits unused.
-        open: splits in front of these, which read open tokens and sinks. If `Sizes.OPEN` is larger, one split reads the
-            ring and then the sinks.
+        open: splits numbered before these, which read open tokens and sinks. If `Sizes.OPEN` is larger, one split reads
+            the ring and then the sinks.
         large: how many of the `many` splits of a long context, the first ones, are larger than the others; 0 if all are
             equal.
         part: blocks of each large split, in units of 1 / `WHOLE` of the context.
@@ -71,8 +72,15 @@ class Shares(NamedTuple):
 
 
 def encoded(shares: Shares) -> tuple[int, ...]:
-    """Return shares as kernels take them: no number of them selects another compiled kernel."""
-    return tuple(unspecialized(n) for n in shares)
+    """Return shares as `splits.read_rule` takes them: no number of them selects another compiled kernel."""
+    small = max(1, shares.many - shares.large)
+    rule = shares.few * shares.long, shares.part, shares.large, *map(_reciprocal, (shares.few, small))
+    return tuple(unspecialized(n) for n in (*rule, shares.least, shares.open))
+
+
+def _reciprocal(n: int) -> int:
+    """Return `UNIT / n`, rounded up."""
+    return -(-UNIT // n)
 
 
 class Launch(NamedTuple):

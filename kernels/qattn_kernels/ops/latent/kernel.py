@@ -38,7 +38,15 @@ from qattn_kernels.ops.decode.parts import (
     Sums,
 )
 from qattn_kernels.ops.decode.queries import QuerySource
-from qattn_kernels.ops.decode.splits import Results, read_shares, split_range, store_split
+from qattn_kernels.ops.decode.splits import (
+    Results,
+    blocks_seen,
+    cut_blocks,
+    range_of,
+    read_rule,
+    split_exists,
+    store_split,
+)
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials
 
@@ -247,20 +255,21 @@ def latent_decode_kernel(QUERIES, ROWS, LAYER, RESULTS, NB, T, scoring, SHARES, 
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
-    shares = read_shares(SHARES)
-    _, _, begin, end, used = split_range(split, splits, row, NB, shares, C)
-    if used:
+    rule = read_rule(SHARES)
+    cut = cut_blocks(blocks_seen(row, NB, C), rule, C)
+    if split_exists(split, row, cut, rule, C):
         scores, state = Scoring(*scoring), BlockState(*LAYER.blocks)
         queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
         q_pos = tl.where(real, row.length + n // C.G, -1)
         dropped = state.dropped + b.to(tl.int64) * NB * (C.BLOCK // 8)
         program = Program(b, 0, b, row, NB, None, dropped, q_pos, queries, scores)
         sums = _nothing(F, C)
-        if split < shares.open:
+        if split < rule.open:
             if C.RING > 0:
                 sums = _ring_part(LAYER.k, LAYER.v, program, split, sums, F, C)
         else:
             pos, length = state.block_pos + b * NB, state.block_len + b * NB
+            begin, end = range_of(cut, split - rule.open)
             packed = Blocks(begin, end, pos, length, None, None, None, None)
             sums = _packed_part(LAYER.k, LAYER.v, program, packed, sums, K_GET, V_GET, STAGES, F, C)
         found = Sums(sums.m, sums.l, tl.trans(sums.acc * sums.unit))
