@@ -33,11 +33,11 @@ SINGLE, TILES = sizes("turbo"), sizes("kivi", bits=2, group_size=32, residual_le
 
 @triton.jit
 def cut_kernel(BLOCKS, SHARES, OUT, N: tl.constexpr, C: tl.constexpr):
-    """Store `split_at` and `range_of` of `N` splits `[3, N]`, then `number_of_splits`."""
-    rule, i = read_rule(SHARES), tl.arange(0, N)
-    cut = cut_blocks(tl.load(BLOCKS), rule, C)
+    """Store `split_at` and `range_of` of `N` splits `[3, N]`, then `number_of_splits`. A row has no spare capacity."""
+    rule, i, blocks = read_rule(SHARES), tl.arange(0, N), tl.load(BLOCKS)
+    cut = cut_blocks(blocks, rule, C)
     begin, end = range_of(cut, i)
-    tl.store(OUT + i, split_at(i, cut, rule))
+    tl.store(OUT + i, split_at(i, blocks, rule))
     tl.store(OUT + N + i, begin)
     tl.store(OUT + 2 * N + i, end)
     tl.store(OUT + 3 * N, number_of_splits(cut))
@@ -67,4 +67,5 @@ def test_each_block_has_one_split(places: int, heads: int, ring: int, pool: bool
     assert begin[:number] == edges[:-1] and end[:number] == edges[1:] and edges[-1] == blocks
     assert all(b >= blocks for b in begin[number:])
     assert sorted(at) == list(range(MOST))
-    assert at[:large] == [shares.open + i for i in range(large)]  # the largest start first
+    first = shares.large if is_long else 0  # the largest start first, then open tokens
+    assert at[: first + shares.open] == [*range(shares.open, shares.open + first), *range(shares.open)]

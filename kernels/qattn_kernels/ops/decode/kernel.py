@@ -123,10 +123,11 @@ def _take_token(NEW, span_stride, ROWS, LAYER, early, row, bh, split, last, NB, 
 
 
 @triton.jit
-def _blocks_part(LAYER, program, pool, begin, end, share, homes, sums, skips, CODEC, STAGES: tl.constexpr,
+def _blocks_part(LAYER, program, pool, begin, end, cut, homes, sums, skips, CODEC, STAGES: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Add the packed blocks from `begin` to `end` to the `Sums` and `Skips`. `share`: as in `SkipLimits`."""
+    """Add the packed blocks from `begin` to `end` to the `Sums` and `Skips`. `cut`: the row's `Cut`."""
     state, scores = BlockState(*LAYER.blocks), program.scoring
+    share = 1.0 / number_of_splits(cut) if C.SPARSE_V else 1.0
     limits = SkipLimits(scores.tau, scores.budget, share)
     k_mean_scores = _k_mean_scores(LAYER.k_mean, program, C)
     known = _sink_mass(pool, program, Codec(*CODEC), C)
@@ -166,7 +167,8 @@ def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, O
             a row's last block writes the token first. span_stride: as in `short_kernel`.
         LAYER: the `launch.call.LayerTensors`. STAGES: loads in flight.
     """
-    tile, place, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    rule, tile, splits = read_rule(SHARES), tl.program_id(1), tl.num_programs(2)
+    split = split_at(tl.program_id(2), NB, rule)
     heads = tl.num_programs(0) if OUTPUT is None else tl.num_programs(0) - 1  # the last program commits
     bh, attends = tl.minimum(tl.program_id(0), heads - 1), tl.program_id(0) < heads
     await_previous_kernel(C.DEPENDENT)
@@ -174,18 +176,15 @@ def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, O
     row = load_row(ROWS, b) if NEW is None else row_before(LAYER, NEW[1], span_stride, b, NB, C)
     if NEW is not None:
         early = early_token(LAYER, Source(*NEW[0]), b, h, 1, True, C)
-    rule = read_rule(SHARES)
     # Load head addresses, sinks and a step's queries while the row itself is loading: none depends on the row.
     homes = _homes(LAYER, b, h, CODEC, C)
     sinks, dropped, PAGES = LAYER.sinks, BlockState(*LAYER.blocks).dropped, LAYER.pages
-    reads_sinks = (place == rule.open - 1) | (place == rule.large + rule.open - 1)  # of a short row, of a long one
-    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, reads_sinks, C))
+    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == rule.open - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t, real = n // C.G, n // C.G < row.count
     q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
     cut = cut_blocks(blocks_seen(row, NB, C), rule, C)
-    split = split_at(place, cut, rule)
     begin, end = range_of(cut, split - rule.open)
     if NEW is not None:
         last = (begin < end) & (end == cut.blocks)
@@ -202,9 +201,7 @@ def decode_kernel(NB, T, SHARES, span_stride, scoring, QUERIES, ROWS, RESULTS, O
         if split < rule.open:
             sums, skips = _open_part(LAYER, pool, program, split, rule.open, sums, skips, CODEC, C)
         else:
-            share = 1.0 / number_of_splits(cut) if C.SPARSE_V else 1.0
-            sums, skips = _blocks_part(LAYER, program, pool, begin, end, share, homes, sums, skips, CODEC,
-                                       STAGES, C)  # fmt: skip
+            sums, skips = _blocks_part(LAYER, program, pool, begin, end, cut, homes, sums, skips, CODEC, STAGES, C)
         release_next_kernel(C.DEPENDENT)
         if OUTPUT is not None:
             _store_alone(OUTPUT, program, n, T, nonfinite, sums, C)

@@ -90,15 +90,17 @@ def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
 
 @triton.jit
 def last_sink(TABLE, bh, asked, C: tl.constexpr):
-    """Return the end of the used entries in a head's sink table; 0 if a larger pool is not `asked` for.
+    """Return the end of the used entries in a head's sink table; 0 if `asked` is false.
 
     A pool of one tile counts as full: waiting for its table would delay its keys and values."""
-    if C.ENTRIES <= SINK_TILE:
-        return C.ENTRIES
-    else:
+    if C.ENTRIES == SINK_TILE:
+        return tl.where(asked, C.ENTRIES, 0)
+    elif C.ENTRIES > 0:
         e = tl.arange(0, C.ENTRIES)
         born = tl.load(TABLE.born + bh.to(tl.int64) * C.ENTRIES + e, mask=e < tl.where(asked, C.ENTRIES, 0), other=0)
         return tl.max(tl.where(born > 0, e + 1, 0), 0)
+    else:
+        return 0
 
 
 @triton.jit

@@ -89,12 +89,15 @@ def first_of(cut, i):
 
 
 @triton.jit
-def split_at(place, cut, rule):
+def split_at(place, NB, rule):
     """Return the split that program number `place` of a head reads. Programs start in the order of their numbers.
 
-    What takes longest comes first: the large splits of a long context, in a short one open tokens."""
-    opens = place < cut.large + rule.open
-    return tl.where(place < cut.large, place + rule.open, tl.where(opens, place - cut.large, place))
+    Splits that take longest come first: large ones if a row has room for a long context, else those of open tokens.
+    That is 2 % faster with 16 rows of 32,768 tokens on an H200. The row's length does not matter, so that programs of
+    open tokens start to load before they know it: 2 % faster with 16 rows of 512."""
+    first = tl.where(rule.limit <= NB, rule.large, 0)
+    opens = place < first + rule.open
+    return tl.where(place < first, place + rule.open, tl.where(opens, place - first, place))
 
 
 @triton.jit

@@ -40,7 +40,7 @@ TOGETHER = 2
 ALONE = 2048
 # Parts of a long context that its large splits read, out of `WHOLE`. Open tokens and half as many small splits start
 # when the first programs end: programs of one size would leave the memory idle while the last ones run. On an H200 16
-# rows of 32,768 tokens take 6 % less time than with twice as many equal splits (`turbo`), KIVI with 2 bits 9 %. With
+# rows of 32,768 tokens take 5 % less time than with twice as many equal splits (`turbo`), KIVI with 2 bits 9 %. With
 # 15/16, 64 rows of 4,096 tokens took 3 % more.
 LARGE = WHOLE * 63 // 64
 OWN_SHARED = 2048  # typical bytes per program in addition to its tiles
