@@ -83,6 +83,7 @@ MORE_CASES: list[Case] = [
     ("kivi", {"group_size": 128, "residual_length": 32}),
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
     ("sinkq", {"group_size": 32, "bits": 3}),
+    ("sinkq", {"group_size": 32, "bits": 4, "rotate_k": "hadamard", "rotate_v": "hadamard", "equalize_k": True}),
     ("sinkq", {"group_size": 128, "token_norm": True, "clip": 0.75}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
     ("turbo", {"compute": "model", "sink_window": 1}),

@@ -152,6 +152,18 @@ def test_kernels_compute_a_table_of_any_size(settings: dict[str, int]):
     assert layers[0].state["sink.born"].any() and same_state(*layers) == []
 
 
+@pytest.mark.gpu
+def test_a_block_meets_the_pool_once():
+    """One program of an append closes the block in front of a residual window; another one only rotates queries."""
+    qkv = [x.to(DEVICE) for x in random_qkv(1, 50, dim=64)]
+    rotated = ("sinkq", {**SMALL, "residual_length": 8, "rotate_k": "hadamard"})
+    layers = [make_layer(rotated, 64) for _ in range(2)]
+    layers[1].spec = replace(layers[1].spec, impl="triton")
+    for layer in layers:
+        feed(layer, *qkv, [38, *range(39, 42)])
+    assert layers[0].state["sink.born"].any() and same_state(*layers) == []
+
+
 def with_sink(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make a first token as in large models.
 

@@ -376,8 +376,8 @@ def short_kernel(SOURCE, SPANS, span_stride, LAYER, ROWS, NB, QUERIES, T, parts,
     early = None
     if EARLY:  # a load after the row would make every step wait twice
         early = early_token(LAYER, source, b, h, NEW, ROTATES, C)
-    if APART:
-        j = (row.length - row.open_start) // C.BLOCK
+    if APART:  # a program that only rotates queries has no block
+        j = tl.where(i < parts, (row.length - row.open_start) // C.BLOCK, NB)
     block = open_block(LAYER, row, b, h, j, NB, C)
     closing = block
     if APART:
