@@ -25,6 +25,7 @@ if DEVICE == "cuda":  # the interpreter is slow, and where pages lie is the same
         ("turbo", {"sink_num": 0}),
         ("turbo", {"bits": 2}),
         ("sinkq", {"group_size": 64}),
+        ("sinkq", {"group_size": 32, "residual_length": 32, "rotate_k": "hadamard", "rotate_v": "hadamard"}),
         ("sage2", {}),
         ("nf4", {}),
         ("none", {}),

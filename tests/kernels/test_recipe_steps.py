@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import DEVICE, GivenLayer, feed, needs_constants, random_qkv, same_state
+from helpers import DEVICE, GivenLayer, error, feed, needs_constants, random_qkv, same_state
 
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.recipes.recipe import find_recipe
@@ -32,5 +31,4 @@ def test_steps_across_the_end_of_a_block(name: str):
     out, other = (feed(each, *steps, [1, 2, 3]) for each in (layer, twin))
     assert same_state(layer, twin) == []
     assert layer.state["closed"].sum() > 0 or window.ring == 0
-    # INT8 weights of a split and of a whole row differ by half a code; FP8 products add their terms in another order
-    torch.testing.assert_close(other, out, rtol=0.02, atol=0.02)
+    assert error(other, out) < 0.02  # INT8 weights round relative to another maximum in each split: 1.4 %
