@@ -24,8 +24,8 @@ TUNED = tuned_for(H200).decode
 MOST = 2048  # splits of a row that the kernel can return
 
 
-def sizes(method: str, **settings: object) -> Sizes:
-    return sizes_of(get_method(method)(**settings).last_layer_spec(8), 8, 4, 128, 1, False, False, False)
+def sizes(method: str, **values: object) -> Sizes:
+    return sizes_of(get_method(method)(**values).last_layer_spec(8), 8, 4, 128, 1, False, False, False)
 
 
 SINGLE, TILES = sizes("turbo"), sizes("kivi", bits=2, group_size=32, residual_length=32)

@@ -32,16 +32,16 @@ class Rule(NamedTuple):
     Attributes:
         limit: blocks from which a context is long.
         part, large: as in `Shares`.
-        few, small: reciprocals, in 1 / `UNIT`: of the splits of a short context, and of the splits of a long one that
-            are not large.
+        of_short, of_long: reciprocals, in 1 / `UNIT`: of the splits of a short context, and of the splits of a long one
+            that are not large.
         least, open: as in `Shares`.
     """
 
     limit: Any
     part: Any
     large: Any
-    few: Any
-    small: Any
+    of_short: Any
+    of_long: Any
     least: Any
     open: Any
 
@@ -49,8 +49,8 @@ class Rule(NamedTuple):
 @triton.jit
 def read_rule(SHARES):
     """Return the `Rule` that `table.encoded` encoded."""
-    limit, part, large, few, small, least, open = SHARES
-    return Rule(number(limit), number(part), number(large), number(few), number(small), number(least), number(open))
+    limit, part, large, short, long, least, open = SHARES
+    return Rule(number(limit), number(part), number(large), number(short), number(long), number(least), number(open))
 
 
 class Cut(NamedTuple):
@@ -70,15 +70,29 @@ class Cut(NamedTuple):
 
 @triton.jit
 def cut_blocks(blocks, rule, C: tl.constexpr):
-    """Return the `Cut` of a row of `blocks` blocks. It ignores the capacity, so that sums do not depend on it."""
+    """Return the `Cut` of a row of `blocks` blocks. It ignores the capacity, so that sums do not depend on it.
+
+    A context that is too short for large splits has none."""
     short = blocks < rule.limit
     much = (blocks * rule.part >> WHOLE_BITS) // C.TILE * C.TILE
     large = tl.where(short | (much == 0), 0, rule.large)
     rest = blocks - large * much
     # blocks of a split, rounded up; a division would be slower
-    each = ((rest - 1).to(tl.int64) * tl.where(short, rule.few, rule.small) >> UNIT_BITS).to(tl.int32) + 1
+    each = ((rest - 1).to(tl.int64) * tl.where(short, rule.of_short, rule.of_long) >> UNIT_BITS).to(tl.int32) + 1
     little = tl.cdiv(tl.maximum(each, rule.least), C.TILE) * C.TILE
     return Cut(blocks, large, much, little)
+
+
+@triton.jit
+def split_at(place, NB, rule):
+    """Return the split that program number `place` of a head reads. Programs start in the order of their numbers.
+
+    What takes longest comes first: large splits if a row has room for a long context, else open tokens. On an H200 16
+    rows of 32,768 tokens take 2 % less time than with open tokens first. With 16 rows of 512 tokens, an order that
+    depends on the row's length takes 2 % more."""
+    first = tl.where(rule.limit <= NB, rule.large, 0)
+    opens = place < first + rule.open
+    return tl.where(place < first, place + rule.open, tl.where(opens, place - first, place))
 
 
 @triton.jit
@@ -89,18 +103,6 @@ def first_of(cut, i):
 
 
 @triton.jit
-def split_at(place, NB, rule):
-    """Return the split that program number `place` of a head reads. Programs start in the order of their numbers.
-
-    Splits that take longest come first: large ones if a row has room for a long context, else those of open tokens.
-    That is 2 % faster with 16 rows of 32,768 tokens on an H200. The row's length does not matter, so that programs of
-    open tokens start to load before they know it: 2 % faster with 16 rows of 512."""
-    first = tl.where(rule.limit <= NB, rule.large, 0)
-    opens = place < first + rule.open
-    return tl.where(place < first, place + rule.open, tl.where(opens, place - first, place))
-
-
-@triton.jit
 def range_of(cut, i):
     """Return the range of blocks `(begin, end)` of split `i` of the packed blocks. It is empty if `end <= begin`."""
     begin = first_of(cut, i)
@@ -108,18 +110,20 @@ def range_of(cut, i):
 
 
 @triton.jit
-def number_of_splits(cut):
-    """Return the number of splits that have packed blocks."""
-    return cut.large + tl.cdiv(cut.blocks - cut.large * cut.much, cut.little)
-
-
-@triton.jit
 def split_exists(split, row, cut, rule, C: tl.constexpr):
-    """Return whether a split can hold a token. The first `rule.open` splits hold open tokens instead of blocks."""
+    """Return whether a split can hold a token. The first `rule.open` splits hold open tokens instead of blocks.
+
+    Does not ask for the end of its range: a decode of `turbo` would have 64 instructions more."""
     exists = (split < rule.open) | (first_of(cut, split - rule.open) < cut.blocks)
     if C.RING_PARTS > 1:
         exists = exists & split_used(split, row, C)
     return exists
+
+
+@triton.jit
+def number_of_splits(cut):
+    """Return the number of splits that have packed blocks."""
+    return cut.large + tl.cdiv(cut.blocks - cut.large * cut.much, cut.little)
 
 
 class Results(NamedTuple):

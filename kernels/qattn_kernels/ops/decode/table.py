@@ -73,9 +73,9 @@ class Shares(NamedTuple):
 
 def encoded(shares: Shares) -> tuple[int, ...]:
     """Return shares as `splits.read_rule` takes them: no number of them selects another compiled kernel."""
-    small = max(1, shares.many - shares.large)
-    rule = shares.few * shares.long, shares.part, shares.large, *map(_reciprocal, (shares.few, small))
-    return tuple(unspecialized(n) for n in (*rule, shares.least, shares.open))
+    few, many, long, least, open, large, part = shares
+    rule = few * long, part, large, _reciprocal(few), _reciprocal(many - large), least, open
+    return tuple(unspecialized(n) for n in rule)
 
 
 def _reciprocal(n: int) -> int:
