@@ -46,11 +46,14 @@ def cut_kernel(BLOCKS, SHARES, OUT, N: tl.constexpr, C: tl.constexpr):
 @settings(deadline=None)  # on a GPU the first example compiles the kernel
 @given(
     places=st.integers(100, 4000), heads=st.integers(1, 5000), ring=st.integers(0, 4), pool=st.booleans(),
-    blocks=st.integers(0, 1 << 18), long=st.sampled_from([TUNED.long, 64]), tiles=st.booleans(),
+    blocks=st.none() | st.integers(0, 1 << 18), long=st.sampled_from([TUNED.long, 64]), tiles=st.booleans(),
 )  # fmt: skip
-def test_each_block_has_one_split(places: int, heads: int, ring: int, pool: bool, blocks: int, long: int, tiles: bool):
+def test_each_block_has_one_split(
+    places: int, heads: int, ring: int, pool: bool, blocks: int | None, long: int, tiles: bool
+):
     size = TILES if tiles else SINGLE
     shares = shares_of(places, heads, size.BLOCK, ring, pool, TUNED._replace(long=long))
+    blocks = shares.few * shares.long if blocks is None else blocks  # just long enough
     out = torch.empty(3 * MOST + 1, dtype=torch.int32, device=DEVICE)
     cut_kernel[(1,)](torch.tensor([blocks], dtype=torch.int32, device=DEVICE), encoded(shares), out, MOST, size)
     *rows, (number,) = out.cpu().split([MOST, MOST, MOST, 1])
